@@ -1,0 +1,1 @@
+"""The canonical tree, ordered collectives, topology, cost model, planner."""

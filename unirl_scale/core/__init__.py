@@ -1,0 +1,1 @@
+"""What was asked, who is where, what was sampled. Imports no torch."""

@@ -1,0 +1,39 @@
+"""The errors a user can meet. Each message reads: field or object, value got, rule, then `hint:`."""
+
+from __future__ import annotations
+
+
+class UniRLError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(UniRLError, ValueError):
+    """The run configuration is wrong; raised before any process group exists."""
+
+
+class MeshError(ConfigError):
+    """The parallel layout does not fit the model, the batch or the world size."""
+
+
+class PlanError(UniRLError, ValueError):
+    """A topology file or a collective plan is malformed, contradictory or infeasible."""
+
+
+class ShapeError(UniRLError, ValueError):
+    """An op was given a shape or dtype it does not take."""
+
+
+class InvarianceError(UniRLError, RuntimeError):
+    """The platform cannot hold the promise of `invariance.mode`; names the op."""
+
+
+class CommError(UniRLError, RuntimeError):
+    """A collective failed or a rank disappeared."""
+
+
+class CheckpointError(UniRLError, RuntimeError):
+    """A checkpoint is missing, damaged or does not belong to this run."""
+
+
+class MembershipChanged(UniRLError, RuntimeError):
+    """The set of live ranks changed; the loop must be entered again on a new mesh."""

@@ -1,0 +1,1 @@
+"""CLI; ranks from torchrun, mpirun or SLURM; batch-script rendering."""

@@ -1,0 +1,1 @@
+"""Tensor, pipeline and data parallel layers, models and the sharded optimizer."""

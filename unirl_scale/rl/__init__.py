@@ -1,0 +1,1 @@
+"""The algorithms as pure maths on tensors. Sees neither comm nor parallel."""

@@ -1,0 +1,1 @@
+"""The loop, roles, rollout, checkpoint, elastic restart, metrics."""
