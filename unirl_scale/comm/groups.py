@@ -294,9 +294,11 @@ class GroupFactory:
         self.world = world
         self.rank, self.world_size = world.ranks[world.index], world.size
         self._timeout = timeout
-        self._built: dict[tuple[int, ...], Group] = {world.ranks: world}
+        self._built: dict[tuple[str, tuple[int, ...]], Group] = {("", world.ranks): world}
 
-    def build_groups(self, rank_lists: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Group]:
+    def build_groups(
+        self, rank_lists: Iterable[Sequence[int]], channel: str = ""
+    ) -> dict[tuple[int, ...], Group]:
         """Create the process groups of these lists; collective over the members of each list.
 
         Only members of a list take part in making it, in sorted order of the lists, so that overlapping lists
@@ -304,6 +306,7 @@ class GroupFactory:
 
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
+            channel: the same list on another channel is another communicator.
 
         Returns:
             Rank list -> group, for the lists that hold this rank.
@@ -319,9 +322,9 @@ class GroupFactory:
                 )
         mine = [ranks for ranks in wanted if self.rank in ranks]
         for ranks in mine:
-            if ranks not in self._built:
-                self._built[ranks] = self._create(ranks)
-        return {ranks: self._built[ranks] for ranks in mine}
+            if (channel, ranks) not in self._built:
+                self._built[channel, ranks] = self._create(ranks)
+        return {ranks: self._built[channel, ranks] for ranks in mine}
 
     def _create(self, ranks: tuple[int, ...]) -> Group:
         handle = None

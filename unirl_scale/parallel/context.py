@@ -7,14 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unirl_scale.comm.fast import FastReducer
 from unirl_scale.comm.groups import Group
-from unirl_scale.comm.ordered import OrderedReducer
+from unirl_scale.comm.ordered import Reducer
 from unirl_scale.core.mesh import Coordinates, Mesh
 from unirl_scale.kernels.table import Nodes, OpTable
-
-Reducer = OrderedReducer | FastReducer
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
