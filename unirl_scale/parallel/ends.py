@@ -174,7 +174,7 @@ class ValueHead:
         """x [T or t, H] -> values fp32 [R] of the states before each response token."""
         normed, rstd = self.ctx.ops.rmsnorm(x, self.norm, self.model.norm_eps)
         rows = gather_rows(self.ctx, normed, packed)[packed.score_rows]
-        weight = self.weight.to(rows.dtype).unsqueeze(0)
+        weight = self.weight.to(rows.dtype).view(1, 1, -1)
         values = self.ctx.ops.linear(rows, weight, self.bias.view(1, 1), out_fp32=True).squeeze(1)
         return values, ((x, rstd), rows)
 
