@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from unirl_scale.rl.kl_controller import KlController
@@ -84,13 +85,19 @@ class LossBatch:
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None  # only when the rollout engine is not ours
 
-    def rows(self, index: slice | Tensor) -> LossBatch:
-        """The same batch cut down to these rows."""
+    def rows(self, index: slice | Tensor, width: int | None = None) -> LossBatch:
+        """The same batch cut down to these rows, and to its first `width` tokens."""
         cut: dict[str, Any] = {}
         for field in fields(self):
             tensor = getattr(self, field.name)
-            cut[field.name] = None if tensor is None else tensor[index]
+            cut[field.name] = None if tensor is None else tensor[index][:, :width]
         return LossBatch(**cut)
+
+    def to(self, device: torch.device) -> LossBatch:
+        """The same batch on another device."""
+        return LossBatch(
+            **{f.name: None if (t := getattr(self, f.name)) is None else t.to(device) for f in fields(self)}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
