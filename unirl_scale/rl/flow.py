@@ -110,10 +110,11 @@ def flow_noise(seed: int, sample_ids: Sequence[int], step: int, shape: Sequence[
         step: denoising step, >= 0; the initial noise may use step 0 with its own seed.
         shape: of one sample's latent.
     """
-    rows = [
-        np.random.Generator(
-            np.random.Philox(key=[seed % 2**64, _NOISE_DOMAIN], counter=[0, 0, step, sample_id])
-        ).standard_normal(tuple(shape), dtype=np.float32)
-        for sample_id in sample_ids
-    ]
+    # As a plain list a seed above 2^63 would go through float64 and lose its low bits.
+    key = np.array([seed % 2**64, _NOISE_DOMAIN], dtype=np.uint64)
+    rows = []
+    for sample_id in sample_ids:
+        counter = np.array([0, 0, step, sample_id], dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        rows.append(stream.standard_normal(tuple(shape), dtype=np.float32))
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape))

@@ -87,7 +87,7 @@ def grpo(rewards: Tensor, rows: Tensor, group_ids: Tensor) -> GroupAdvantages:
 
 
 def rloo(rewards: Tensor, rows: Tensor, group_ids: Tensor, *, normalize: bool = False) -> GroupAdvantages:
-    """R minus the mean of the *other* samples = n / (n - 1) (R - mean). Ahmadian et al. 2024, eq. 8.
+    """R minus the mean of the *other* samples = n / (n - 1) (R - mean). Ahmadian et al. 2024.
 
     `normalize` divides by the std of the whole group + 1e-6, which bounds |A| by sqrt(n). (The std of the
     others alone may be 0, and a one-pass variance turns that into anything.)

@@ -36,7 +36,7 @@ def ppo_clip(
 ) -> ClippedLoss:
     """max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A); for A < 0 capped at -dual_clip A.
 
-    Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025 (DAPO), eq. 8; dual clip: Ye et al. 2020, eq. 5.
+    Schulman et al. 2017, eq. 7; clip-higher: Yu et al. 2025 (DAPO), section 3.1; dual clip: Ye et al. 2020.
 
     Args:
         ratio: fp32 [n, S], exp of the clamped log-ratio.

@@ -39,7 +39,15 @@ class PolicyOptions:
 
 def policy_option_errors(options: PolicyOptions) -> list[str]:
     """Every rule that the shared options break, as `field: got ..., rule` lines."""
-    at_least_zero = ("clip_low", "clip_high", "kl_in_reward_coef", "kl_loss_coef", "kl_target", "tis_cap")
+    at_least_zero = (
+        "clip_low",
+        "clip_high",
+        "entropy_coef",
+        "kl_in_reward_coef",
+        "kl_loss_coef",
+        "kl_target",
+        "tis_cap",
+    )
     errors = range_errors(options, ("gamma",), 0.0, 1.0) + range_errors(options, at_least_zero, 0.0, math.inf)
     if options.clip_low >= 1.0:
         errors.append(f"clip_low: got {options.clip_low}, must be below 1\nhint: 0.2")
