@@ -294,15 +294,15 @@ class GroupFactory:
         self.world = world
         self.rank, self.world_size = world.ranks[world.index], world.size
         self._timeout = timeout
-        self._built: dict[tuple[str, tuple[int, ...]], Group] = {("", world.ranks): world}
+        self._built: dict[tuple[str, tuple[int, ...]], Group | None] = {("", world.ranks): world}
 
     def build_groups(
         self, rank_lists: Iterable[Sequence[int]], channel: str = ""
     ) -> dict[tuple[int, ...], Group]:
-        """Create the process groups of these lists; collective over the members of each list.
+        """Create the process groups of these lists; collective over the world.
 
-        Only members of a list take part in making it, in sorted order of the lists, so that overlapping lists
-        cannot wait for each other in a cycle. Give every rank the same lists, or at least all of its own.
+        Every rank gives the same lists, in any order: they are made in sorted order. Torch names a group by
+        how many it has made before, so ranks outside a list count it too; that costs them no communication.
 
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
@@ -320,18 +320,24 @@ class GroupFactory:
                 raise MeshError(
                     f"group of ranks {list(ranks)}: needs ascending ranks in 0..{self.world_size - 1}"
                 )
-        mine = [ranks for ranks in wanted if self.rank in ranks]
-        for ranks in mine:
+        for ranks in wanted:
             if (channel, ranks) not in self._built:
                 self._built[channel, ranks] = self._create(ranks)
-        return {ranks: self._built[channel, ranks] for ranks in mine}
+        mine = ((ranks, self._built[channel, ranks]) for ranks in wanted)
+        return {ranks: group for ranks, group in mine if group is not None}
 
-    def _create(self, ranks: tuple[int, ...]) -> Group:
+    def _create(self, ranks: tuple[int, ...]) -> Group | None:
         handle = None
         if len(ranks) > 1:
             with failures_as_comm_errors("new_group", ranks):
-                handle = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        return Group(ranks=ranks, index=ranks.index(self.rank), handle=handle, device=self.world.device)
+                handle = dist.new_group(list(ranks), timeout=self._timeout)
+        if self.rank not in ranks:
+            return None
+        group = Group(ranks=ranks, index=ranks.index(self.rank), handle=handle, device=self.world.device)
+        if group.device.type != "cpu":
+            # NCCL and HCCL connect at the first call, which all members must then make: make it here.
+            group.barrier()
+        return group
 
 
 @contextmanager
@@ -373,8 +379,7 @@ def connect(
             init_method=init_method,
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
-            device_id=None if where.type == "cpu" else where,
+            timeout=timeout,  # no device_id: with it, every rank must take part in making every group
         )
     try:
         world = Group(ranks=tuple(range(world_size)), index=rank, handle=dist.group.WORLD, device=where)

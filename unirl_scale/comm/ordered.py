@@ -31,7 +31,8 @@ TreeSum = Callable[[Tensor], Tensor]
 
 
 class Reducer(Protocol):
-    """What `OrderedReducer` and `FastReducer` have in common; see there."""
+    """What `OrderedReducer` and `FastReducer` have in common. A method consumes its `nodes`: they may be
+    overwritten, or share memory with the result."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -53,8 +54,7 @@ class Reducer(Protocol):
 class OrderedReducer:
     """Sums over the leaves of a group, with the same bits for every way the leaves are spread.
 
-    A value without state between calls; every method is collective over the group. In a group of one the
-    result may share the memory of `nodes`.
+    A value without state between calls; every method is collective over the group and consumes its `nodes`.
     """
 
     def __init__(
@@ -267,8 +267,8 @@ class _Chunk:
 
 
 def _cuts(sends: Sequence[Sequence[int]], rows: int, spans: Mapping[int, Span]) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of what goes on the wire, in order. Neighbours are joined: a flat exchange of one node
-    is one cut and needs no packing copy."""
+    """(row, start, stop) of what goes on the wire, in order. Neighbours are joined, so a flat exchange of one
+    node is one cut and needs no packing copy."""
     cuts: list[tuple[int, int, int]] = []
     for members in sends:
         for row in range(rows):

@@ -92,9 +92,7 @@ def _total_leaves(ranges: Sequence[range]) -> int:
     stop = 0
     for member, part in enumerate(ranges):
         if part and (part.start != stop or part.step != 1):
-            raise PlanError(
-                f"ranges[{member}]: got {part}; needs to start at leaf {stop}, where the one before ends"
-            )
+            raise PlanError(f"ranges[{member}]: got {part}; needs consecutive leaves from {stop} on")
         stop = part.stop if part else stop
     if stop == 0:
         raise PlanError(f"ranges of {len(ranges)} members hold no leaf; needs at least one")
@@ -109,7 +107,7 @@ def _levels(block_sizes: Sequence[int], members: int) -> list[int]:
             legal = [n for n in range(levels[-1], members + 1) if n % levels[-1] == 0 and members % n == 0]
             raise PlanError(
                 f"inner_size: got blocks of {list(block_sizes)} in a group of {members}; "
-                f"each must divide the next and the group\nhint: use one of {legal[:8]} in the place of {size}"
+                f"each must divide the next and the group\nhint: instead of {size} use one of {legal[:8]}"
             )
         if size > levels[-1]:
             levels.append(size)
