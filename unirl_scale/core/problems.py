@@ -56,7 +56,7 @@ def name_hint(name: str, legal: Iterable[str]) -> str:
     return f"did you mean {near}?" if near else f"one of {', '.join(names)}"
 
 
-def raise_all(problems: Sequence[Problem], source: str = "") -> None:
+def raise_all(problems: Sequence[Problem | str], source: str = "") -> None:
     """Raise ConfigError with every problem, one a line; return quietly when there is none.
 
     Args:

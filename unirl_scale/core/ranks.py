@@ -17,9 +17,9 @@ class RankInfo:
         world_size: processes of the job.
         local_rank: 0 .. local_world_size - 1, among the processes of this host.
         local_world_size: processes on this host.
-        node_rank: number of this host in the job, or None where the launcher does not tell (Open MPI and MPICH
-            on several hosts).
-        launcher: who started the processes; "none" = a single process started by hand.
+        node_rank: number of this host in the job, or None where the launcher does not tell (Open MPI and
+            MPICH on several hosts).
+        launcher: who started the processes; "none" = one process, started by hand.
         master_addr: host of rank 0, where the store listens.
         master_port: TCP port of the store.
     """
