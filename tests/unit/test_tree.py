@@ -1,4 +1,4 @@
-"""The house rules, held by reading the source: floors, cycles, and one place to print, read environ or reduce.
+"""The house rules, held by reading the source: floors, cycles, one place to print, read environ or reduce.
 
 Each rule is a function from sources to violations, so that a synthetic snippet can prove that it bites.
 """
