@@ -36,8 +36,8 @@ class OpTable(Protocol):
 
     # ---- GEMM -------------------------------------------------------------------------------------
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_fp32: bool = False) -> Tensor:
-        """Column-parallel forward. x [M, K] dt, w [N, K] dt, bias [N] dt -> x @ w.T + bias, [M, N] dt
-        (fp32 if asked: the logits). Bias is added in fp32 before the one rounding."""
+        """Column-parallel forward. x [M, K] dt, w [L, n, K] dt, bias [L, n] dt -> [M, L*n] dt (fp32 if
+        asked: the logits); slice l is x @ w[l].T + bias[l]. Bias is added in fp32 before the one rounding."""
         ...
 
     def linear_dx_nodes(self, dy: Tensor, w: Tensor, nodes: Nodes, *, round_leaf: bool = False) -> Tensor:
@@ -56,8 +56,8 @@ class OpTable(Protocol):
         ...
 
     def linear_dw(self, dy: Tensor, x: Tensor, spans: Spans, out: Tensor) -> None:
-        """Column-parallel dW. dy [T, N] dt, x [T, K] dt; for each sample s of spans, in order:
-        out[N, K] (fp32) = out + dy_s.T @ x_s, the product accumulated over the sample's tokens in order
+        """Column-parallel dW. dy [T, L*n] dt, x [T, K] dt, out fp32 [L, n, K]; for each sample s of spans,
+        in order: out[l] = out[l] + dy_s[:, l].T @ x_s, the product accumulated over the sample's tokens in order
         from zero and then added. A sample with zero rows adds nothing."""
         ...
 

@@ -1,0 +1,5 @@
+"""What the model is asked, and how its answers are judged."""
+
+from unirl_scale.train.tasks.tasks import TASKS, build
+
+__all__ = ["TASKS", "build"]
