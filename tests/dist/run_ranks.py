@@ -31,6 +31,7 @@ WORKER_ENV = {
 }
 START_S = 120.0  # a worker that has not imported torch by then is broken, however busy the machine
 GRACE_S = 5.0  # ranks still waiting for a failed peer get this long to notice
+STACK_S = 0.5  # a hung rank gets this long to write its stack
 
 
 class RanksFailed(AssertionError):
@@ -106,6 +107,7 @@ class RankPool:
         Raises:
             RanksFailed: any rank raised, died or missed the deadline.
         """
+        __tracebackhide__ = True
         if env is not None:
             with RankPool(self.max_ranks, {**self.env, **env}, self.timeout_s) as isolated:
                 return isolated(fn, world_size, *args, timeout_s=timeout_s)
@@ -168,6 +170,7 @@ class RankPool:
 
     def _collect(self, workers: Sequence[Worker], timeout_s: float) -> list[Any]:
         """Wait for every rank; once one has failed the others have GRACE_S left."""
+        __tracebackhide__ = True
         values: dict[int, Any] = {}
         failures: list[str] = []
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -185,7 +188,7 @@ class RankPool:
                         failures.append(failure)
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         finally:  # also on KeyboardInterrupt: a worker in the middle of a task is of no more use
-            hung = [self._kill_hung(rank, workers[rank]) for rank in waiting.values()]
+            hung = self._kill_hung({rank: workers[rank] for rank in waiting.values()})
         if failures or hung:
             limit = f"{GRACE_S} s after that failure" if failures else f"{timeout_s} s"
             failures += [f"{what} had no answer within {limit} and was killed{where}" for what, where in hung]
@@ -206,13 +209,17 @@ class RankPool:
         values[rank] = pickle.loads(payload)
         return None
 
-    def _kill_hung(self, rank: int, worker: Worker) -> tuple[str, str]:
-        """Ask for its stack, then kill it by pid and forget it."""
-        worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
-        time.sleep(0.3)
-        stack = worker.log_tail()
-        self._discard(worker)
-        return f"rank {rank} (pid {worker.process.pid})", stack
+    def _kill_hung(self, hung: Mapping[int, Worker]) -> list[tuple[str, str]]:
+        """Ask each for its stack, then kill it by pid and forget it. Returns (which rank, its output) each."""
+        for worker in hung.values():
+            worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
+        if hung:
+            time.sleep(STACK_S)
+        found = []
+        for rank, worker in hung.items():
+            found.append((f"rank {rank} (pid {worker.process.pid})", worker.log_tail()))
+            self._discard(worker)
+        return found
 
 
 def _name_of(fn: Callable[..., Any]) -> tuple[str, str]:
