@@ -3,9 +3,9 @@
     python -m benchmarks.collectives --backend gloo --ranks 4 --sizes 256K,4M
     python -m benchmarks.collectives --backend nccl --ranks 2 --sizes 256K,1M,16M,256M,1G --json out.json
 
-Each row alternates plain and ordered (A B A B ...) and compares medians; a time is that of the slowest rank. Size
-is that of the whole vector, as in nccl-tests. For bf16 every rank holds one rounded leaf, so the ordered wire
-is bf16 too. The fit is time = alpha + size / beta over the sizes given.
+Each row alternates plain and ordered (A B A B ...) and compares medians; a time is that of the slowest rank.
+Size is that of the whole vector, as in nccl-tests. For bf16 every rank holds one rounded leaf, so the ordered
+wire is bf16 too. The fit is time = alpha + size / beta over the sizes given.
 """
 
 from __future__ import annotations
