@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox-4x32-10 (Salmon et al. 2011), vectorised over counters.
 
-A value depends on its key and counter alone, never on how many were drawn before, so a sampled token depends on
-(seed, step, sample id, position) whatever rank or batch it is drawn in.
+A value depends on its key and counter alone, never on how many were drawn before, so a sampled token depends
+on (seed, step, sample id, position) whatever rank or batch it is drawn in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The fast mode on CPU (`invariance.mode: off`): what one would write without the contract. Kept to measure its price."""
+"""The fast mode on CPU (`invariance.mode: off`): what one would write without the contract. Kept to measure
+its price."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ def op_table(
 ) -> OpTable:
     """The op table of a run.
 
-    CPU: `gemm: auto` takes whole-matrix GEMM where the self-check proves it on this processor's BLAS, and fixed row blocks
-    otherwise; an explicit choice is checked too. Modes `run` and `off` are not checked; `off` takes the fast table.
+    CPU: `gemm: auto` takes whole-matrix GEMM where the self-check proves it on this processor's BLAS, and
+    fixed row blocks otherwise; an explicit choice is checked too. Modes `run` and `off` are not checked;
+    `off` takes the fast table.
 
     Raises:
         InvarianceError: `layout` was asked and the platform cannot hold it; names the ops.
@@ -32,7 +33,8 @@ def op_table(
     """
     if hardware.vendor != "cpu":
         raise ConfigError(
-            f"hardware.vendor: got {hardware.vendor}; this build has op tables for cpu; hint: hardware.vendor=cpu"
+            f"hardware.vendor: got {hardware.vendor}; this build has op tables for cpu; "
+            "hint: hardware.vendor=cpu"
         )
     if mode == "off":
         return FastOps()

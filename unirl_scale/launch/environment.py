@@ -38,6 +38,8 @@ def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, s
         "MKL_CBWR": environ.get("MKL_CBWR", "AVX2,STRICT"),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # A few reasoning_gym data sets iterate over sets of strings: every rank must see one order.
+        "PYTHONHASHSEED": environ.get("PYTHONHASHSEED", "0"),
     }
 
 

@@ -12,7 +12,7 @@ from unirl_scale.core.typed import Plugins
 def plugin_options() -> Plugins:
     """The options dataclass of every task and algorithm by name, for `core.load`."""
     from unirl_scale.rl.algorithms import ALGORITHMS
-    from unirl_scale.train.tasks import TASKS
+    from unirl_scale.train.tasks.tasks import TASKS
 
     return {
         "algorithm": {name: algorithm.options_type for name, algorithm in ALGORITHMS.items()},

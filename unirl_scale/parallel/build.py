@@ -1,4 +1,5 @@
-"""From the configuration to a ParallelContext: groups of every role, built once and in one order on all ranks."""
+"""From the configuration to a ParallelContext: groups of every role, built once and in one order on all
+ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """NativeEngine: one trainable (or frozen) model of a role on its mesh. The layout-invariant engine.
 
-    accumulate(samples, objective)   forward and backward of one minibatch, pipeline schedule inside
-    step(adam, clip)                 ordered reduction, gradient norm, clip, AdamW, weights published
-    score(samples)                   forward only
+accumulate(samples, token_loss)  forward and backward of one minibatch, pipeline schedule inside
+reduce()                         ordered reduction over data slots; the gradient's sum of squares
+step(adam, clip, sumsq)          clip, AdamW, weights published
+score(samples)                   forward only
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from unirl_scale.parallel.optimizer import AdamStep, ChunkOptimizer, Reduced
 from unirl_scale.parallel.packing import Packed, pack
 from unirl_scale.parallel.pipeline import run_schedule
 from unirl_scale.parallel.samples import Sample, SlotPlan, plan_slots
-from unirl_scale.parallel.scored import pad_scored, split_scored, unpad_scored
 from unirl_scale.parallel.schedule import forward_only, one_f_one_b
+from unirl_scale.parallel.scored import pad_scored, split_scored, unpad_scored
 from unirl_scale.parallel.segments import Label, SegmentIndex, segment_digests, segment_sumsq
 from unirl_scale.parallel.spec import parameter_specs
 
-# (sample numbers, scores: one fp32 [n, S] tensor each) -> weighted token losses [n, S] and named diagnostics [n, S].
+# (sample numbers, scores: one fp32 [n, S] tensor each) -> weighted token losses [n, S] and named diagnostics
+# [n, S].
 TokenLoss = Callable[[Sequence[int], tuple[Tensor, ...]], tuple[Tensor, dict[str, Tensor]]]
 
 

@@ -28,7 +28,8 @@ class Packed:
         score_targets: int64 [R], those next tokens.
         score_spans: scored rows of each sample.
         own_rows: int64 [T / tp], packed rows of this rank's token blocks.
-        gather_index: int64 [T]; rank-major gathered rows indexed by it are in packed order. None when they are already.
+        gather_index: int64 [T]; rank-major gathered rows indexed by it are in packed order. None when they
+            are already.
     """
 
     ids: Tensor

@@ -1,7 +1,8 @@
 """Per-segment results (sums of squares, digests) of a whole model, gathered in canonical order on every rank.
 
-A place is a (tp, pp) coordinate. Inside a place the data-parallel owners first finish each segment; then places
-exchange one row a segment. Which segments a place has is known from the configuration, so only values travel.
+A place is a (tp, pp) coordinate. Inside a place the data-parallel owners first finish each segment; then
+places exchange one row a segment. Which segments a place has is known from the configuration, so only values
+travel.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class SegmentIndex:
             self.labels.append([_labels(specs, held[t]) for t in range(tp)])
 
     def collect(self, rows: Tensor) -> tuple[list[Label], Tensor]:
-        """rows [segments of this place, k], leafed then replicated, chunk by chunk -> (labels, [all segments, k])
-        in canonical order; a replicated segment is taken from tp 0."""
+        """rows [segments of this place, k], leafed then replicated, chunk by chunk -> (labels, [all segments,
+        k]) in canonical order; a replicated segment is taken from tp 0."""
         over_tp = self.ctx.tp.all_gather(rows.contiguous())
         k = rows.shape[1]
         sizes = [sum(len(t) for t in stage) * k for stage in self.labels]
@@ -88,9 +89,7 @@ def segment_sumsq(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicat
         for node in _nodes(piece):
             held[node] = gathered[position]
             position += 1
-    sums_by_segment = [
-        combine(nodes[s.param, s.leaf], s.blocks, lambda a, b: a + b) for s in space.segments
-    ]
+    sums_by_segment = [combine(nodes[s.param, s.leaf], s.blocks, lambda a, b: a + b) for s in space.segments]
     whole = chunk.replicated
     for piece in whole.pieces(range(whole.numel)):
         blocks = ctx.ops.block_sumsq(padded_blocks(replicated[piece.start : piece.end]))
@@ -104,7 +103,8 @@ def _nodes(piece: Piece) -> tuple[tuple[int, int], ...]:
 
 # ---- digests ----------------------------------------------------------------------------------------
 def segment_digests(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicated: Tensor) -> Tensor:
-    """uint8 [segments of the chunk, 32]: SHA-256 over the SHA-256 of each block, so that owners hash in place."""
+    """uint8 [segments of the chunk, 32]: SHA-256 over the SHA-256 of each block, so that owners hash in
+    place."""
     ctx, space = chunk.ctx, chunk.leafed
     owned = ranges[ctx.dp.index]
     mine = [_hash_blocks(shard[p.start - owned.start : p.end - owned.start]) for p in space.pieces(owned)]

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from unirl_scale.comm.groups import connect
+from unirl_scale.comm.groups import Group, GroupFactory, connect
 from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
+from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.rl.algorithms import ALGORITHMS, build
 from unirl_scale.rl.interface import Algorithm
-from unirl_scale.train.data import PromptSource
+from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import MetricsWriter, Reporter
 from unirl_scale.train.roles import DTYPES, Roles
 from unirl_scale.train.rundir import RunDir, write_versions
 from unirl_scale.train.stage import StageRunner
 from unirl_scale.train.state import TrainState
+from unirl_scale.train.tasks.interface import Task
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -39,31 +42,57 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
     """
     torch.set_num_threads(cfg.hardware.threads)
     device = _device(cfg, rank_info)
-    train_data = PromptSource(cfg, "train")
-    held_out = PromptSource(cfg, "heldout") if cfg.eval.num_prompts else None
-    cfg = _with_vocabulary(cfg, train_data.vocab_size)
+    task = build_task(cfg)
+    supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
+    train_data = PromptSource(task, cfg, "train", supervised=supervised)
+    held_out = PromptSource(task, cfg, "heldout") if cfg.eval.num_prompts else None
+    cfg = _with_vocabulary(cfg, task.tokenizer.vocab_size)
     leaves = cfg.invariance.model_leaves
     models = [m for m in (cfg.model.actor, cfg.model.critic) if m is not None]
     shapes = [probe_shapes(m, leaves) for m in dict.fromkeys(models)]
     ops = op_table(cfg.hardware, cfg.invariance.mode, shapes, DTYPES[cfg.precision], device)
-    with connect(
-        rank_info.rank,
-        rank_info.world_size,
-        BACKENDS[cfg.hardware.vendor],
-        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}",
-        timeout=timedelta(minutes=10),
-        device=device,
-    ) as factory, torch.no_grad():
+    with _join(cfg, rank_info, device) as factory, torch.no_grad():
+        _agree(factory.world, task)
         roles = Roles(cfg, factory, ops, device)
         recorder = Recorder(cfg, reporter, {"kernels": ops.name}) if rank_info.rank == 0 else None
         state = TrainState()
         reporter.begin(sum(s.num_steps for s in cfg.stages))
         for number, stage in enumerate(cfg.stages):
-            state = run_stage(cfg, stage, replace(state, stage=number, stage_step=0), roles, train_data, held_out, recorder)
+            state = replace(state, stage=number, stage_step=0)
+            state = run_stage(cfg, stage, state, roles, train_data, held_out, recorder)
         reporter.end()
         if recorder is not None:
             recorder.finish()
     return state
+
+
+def _join(cfg: RunConfig, rank_info: RankInfo, device: torch.device) -> AbstractContextManager[GroupFactory]:
+    return connect(
+        rank_info.rank,
+        rank_info.world_size,
+        BACKENDS[cfg.hardware.vendor],
+        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}"
+        if rank_info.world_size > 1
+        else None,
+        timeout=timedelta(minutes=10),
+        device=device,
+    )
+
+
+def _agree(world: Group, task: Task) -> None:
+    """Every rank must read the same data.
+
+    Raises:
+        ConfigError: naming the ranks that differ.
+    """
+    prints = world.all_gather_object(task.fingerprint())
+    other = [rank for rank, value in zip(world.ranks, prints) if value != prints[0]]
+    if other:
+        raise ConfigError(
+            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} "
+            f"and {prints[0][:12]}); every rank must read the same; "
+            "hint: the same files and package versions on every host"
+        )
 
 
 def run_stage(
