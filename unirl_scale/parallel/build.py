@@ -67,7 +67,7 @@ def build_context(
     def reducer(group: Group, total: int) -> Reducer:
         if ordered:
             return OrderedReducer(group, split_contiguous(total, group.size))
-        return FastReducer(group)
+        return FastReducer(group, split_contiguous(total, group.size))
 
     return ParallelContext(
         ops=ops,
