@@ -51,7 +51,7 @@ def nearest_name(name: str, legal: Iterable[str]) -> str | None:
 
 
 def name_hint(name: str, legal: Iterable[str]) -> str:
-    """`did you mean X?` when something is close, else the legal names, the first of them when they are many."""
+    """`did you mean X?` when something is close, else the legal names, or the first dozen of many."""
     names = list(legal)
     near = nearest_name(name, names)
     if near:
