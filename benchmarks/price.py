@@ -3,9 +3,9 @@
     python -m benchmarks.price --ranks 4                     # CPU, gloo
     python -m benchmarks.price --vendor cuda --ranks 2       # NCCL
 
-The same model, batch and layout are built in both modes in one process group, and steps alternate (A B A B ...). The
-first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use fewer ranks than leaves.
-A step is forward, backward, reduction, clip and AdamW; its time is that of the slowest rank.
+The same model, batch and layout are built in both modes in one process group, and steps alternate (A B A B
+...). The first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use fewer ranks
+than leaves. A step is forward, backward, reduction, clip and AdamW; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -196,7 +196,9 @@ def _rank(rank: int, options: Options, folder: str, out: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vendor", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
