@@ -1,9 +1,10 @@
 """Causal attention of any head size, forward and decode, in one schedule of KV blocks from position 0.
 
-A query row meets the KV blocks of its sample in order; each step rescales the running sum and adds one block
-(online softmax: Milakov & Gimelshein 2018; Dao et al. 2022). Blocks have one size, so a row's arithmetic
-depends on its position alone: a wholly masked block multiplies by exp2(0) = 1 and adds exact zeros. Decode runs
-the same step with the query heads of a group as the rows of the tile, and so gives training's bits.
+A query row meets the KV blocks of its sample in order; each step rescales the running sum and adds one
+block (online softmax: Milakov & Gimelshein 2018; Dao et al. 2022). Blocks have one size, so a row's
+arithmetic depends on its position alone: a wholly masked block multiplies by exp2(0) = 1 and adds exact
+zeros. Decode runs the same step with the query heads of a group as the rows of the tile, and so gives
+training's bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def query_block(dtype: torch.dtype) -> int:
 
 @triton.jit
 def online_step(acc, total, top, scores, v, scale_log2):
-    """Absorb one KV block. scores fp32 [M, N], -inf where masked; v [N, D]; acc [M, D]; total, top fp32 [M]."""
+    """Absorb a KV block. scores fp32 [M, N], -inf where masked; v [N, D]; acc [M, D]; total, top [M]."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - new_top[:, None])
     shrink = tl.exp2(top - new_top)

@@ -1,11 +1,12 @@
 """Matrix products of any shape and dtype, every output element accumulated over K in one order.
 
-All five product ops of the table are sums over leaves of `a[l] @ b[l]`, so one strided kernel serves them; a second
-one serves the weight gradients. These kernels are the truth on the device: hopper_gemm.py and cuBLAS may
-stand in for them where check.py has seen equal bits, and they alone take fp32 and odd shapes.
+All five product ops of the table are sums over leaves of `a[l] @ b[l]`, so one strided kernel serves
+them; a second one serves the weight gradients. These kernels are the truth on the device: hopper_gemm.py
+and decode.py give their bits faster where they fit, and these alone take fp32 and odd shapes.
 
-Why the bits do not depend on the tile: a tensor-core instruction takes 16 columns of K, consecutive instructions
-add to the same accumulator, and nothing splits K or visits it in another order. Padding adds exact zeros.
+Why the bits do not depend on the tile: a tensor-core instruction takes 16 columns of K, consecutive
+instructions add to the same accumulator, and nothing splits K or visits it in another order. Padding
+adds exact zeros.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def _leaf_product(
     return acc
 
 
-# Neither k nor the leaf is specialised. A loop known to run once would be folded, and `0 + a @ b`, then added to
-# an earlier leaf, would be rewritten to accumulate straight onto that leaf, which rounds differently.
+# Neither k nor the leaf is specialised. A loop known to run once would be folded, and `0 + a @ b`, then
+# added to an earlier leaf, would be rewritten to accumulate straight onto it, which rounds differently.
 @triton.jit(do_not_specialize=["rows", "columns", "k", "first"])
 def leaf_products_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr,
@@ -89,7 +90,7 @@ def weight_grad_kernel(
     dy_token, x_token, x_leaf, out_leaf, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[l] += dy_s.T @ x_s[l] for each sample s in order; one program keeps its tile of out in registers."""
+    """out[l] += dy_s.T @ x_s[l] for each sample s in order; a program keeps its tile of out in registers."""
     tiles_n = tl.cdiv(columns, BLOCK_N)
     leaf = tl.program_id(1).to(tl.int64)
     row = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -123,7 +124,14 @@ def _block(dtype: torch.dtype) -> dict[str, int]:
 
 
 def leaf_products(
-    a: Tensor, b: Tensor, out: Tensor, *, first: int, leaves: int, round_leaf: bool, bias: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    first: int,
+    leaves: int,
+    round_leaf: bool,
+    bias: Tensor | None = None,
 ) -> None:
     """out[g] = canonical tree over i < leaves (<= REGISTER_LEAVES) of a[first + i] @ b[g + first + i].
 

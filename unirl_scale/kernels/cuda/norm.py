@@ -12,7 +12,8 @@ TILE_ELEMENTS = 4096  # rows share a program until a tile holds this many elemen
 
 @triton.jit(do_not_specialize=["rows"])
 def rmsnorm_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, rows, x_row, eps, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, w_ptr, y_ptr, rstd_ptr, rows, x_row, eps,
+    width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)

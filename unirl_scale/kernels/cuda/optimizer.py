@@ -15,7 +15,7 @@ LINE = 64  # elements of a line; a chunk is up to 64 lines
 
 @triton.jit
 def chunk_tree_kernel(x_ptr, out_ptr, chunks, SQUARE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
-    """out[c] = canonical tree over the LINES * LINE consecutive elements of chunk c, squared first if asked."""
+    """out[c] = canonical tree over the LINES * LINE elements of chunk c, squared first if asked."""
     chunk = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
     x = tl.load(x_ptr + chunk * (LINES * LINE) + at)
@@ -76,7 +76,7 @@ def adamw(
     bias_correction2: float,
     grad_scale: float,
 ) -> None:
-    """One step in place. Fused multiply-adds are off: every product and every sum rounds, as the truth does."""
+    """One step in place. Fused multiply-adds are off: every product and sum rounds, as in the truth."""
     count = master.numel()
     if count:
         adamw_kernel[(triton.cdiv(count, ADAMW_BLOCK),)](

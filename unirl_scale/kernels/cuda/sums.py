@@ -1,8 +1,8 @@
 """Sums in the canonical tree: neighbours are paired level by level and an odd last one moves up.
 
-That is the tree that splits at the largest power of two below n, so aligned blocks of a power of two of leaves
-can be summed first, in registers, and the tree over the block sums is again canonical. Additions are plain fp32, so
-the bits are those of the plain-torch truth.
+That is the tree that splits at the largest power of two below n, so aligned blocks of a power of two of
+leaves can be summed first, in registers, and the tree over the block sums is again canonical. Additions
+are plain fp32, so the bits are those of the plain-torch truth.
 """
 
 from __future__ import annotations

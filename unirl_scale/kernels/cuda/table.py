@@ -1,4 +1,4 @@
-"""CudaOps: the op table of NVIDIA GPUs. Checks shapes, picks the kernel; the arithmetic is in its neighbours."""
+"""CudaOps: the op table of NVIDIA GPUs. Checks shapes and picks the kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from torch import Tensor
 
 from unirl_scale.kernels.cuda import attention as attention_kernels
 from unirl_scale.kernels.cuda import attention_dx as attention_dx_kernels
-from unirl_scale.kernels.cuda import norm, optimizer, pointwise, sums, vocab
+from unirl_scale.kernels.cuda import (
+    hopper_attention,
+    hopper_attention_dx,
+    norm,
+    optimizer,
+    pointwise,
+    sums,
+    vocab,
+)
+from unirl_scale.kernels.cuda.decode import MAX_ROWS as SIDE_BY_SIDE_ROWS
+from unirl_scale.kernels.cuda.device import Device
 from unirl_scale.kernels.cuda.gemm import REGISTER_LEAVES
-from unirl_scale.kernels.cuda.products import Products
+from unirl_scale.kernels.cuda.products import Products, copyable
 from unirl_scale.kernels.cuda.shapes import expect, expect_dtype, expect_fp32
 from unirl_scale.kernels.spans import Spans
 from unirl_scale.kernels.table import Nodes
@@ -27,18 +37,26 @@ class CudaOps:
     """OpTable in Triton. dt is fp32 or bf16.
 
     Args:
-        products: the matrix products, and which of their implementations this device has proved.
+        device: what to tune for; None takes the current CUDA device.
+
+    Raises:
+        ConfigError: the GPU lacks bf16 tensor cores.
     """
 
-    def __init__(self, products: Products | None = None) -> None:
-        self.products = Products() if products is None else products
-        self.name = f"cuda-{self.products.name}"
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = Device.current() if device is None else device
+        self.products = Products(self.device)
+        self.name = "cuda-hopper" if self.device.hopper else "cuda-portable"
         self._valid: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     # ---- GEMM -------------------------------------------------------------------------------------
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_fp32: bool = False) -> Tensor:
         expect(
-            x.dim() == 2 and w.dim() == 3 and x.shape[1] == w.shape[2], "linear", "x [M, K], w [L, n, K]", x, w
+            x.dim() == 2 and w.dim() == 3 and x.shape[1] == w.shape[2],
+            "linear",
+            "x [M, K], w [L, n, K]",
+            x,
+            w,
         )
         expect_dtype("linear", x, w, *(() if bias is None else (bias,)))
         leaves, n, width = w.shape
@@ -83,16 +101,20 @@ class CudaOps:
         out = torch.empty(len(nodes), a.shape[1], width, dtype=torch.float32, device=a.device)
         for i, (start, stop) in enumerate(nodes):
             count = stop - start
-            if count <= REGISTER_LEAVES:
+            if count > 1 and a.shape[1] <= SIDE_BY_SIDE_ROWS:
+                # Few rows: every leaf is a program's work of its own, and the tree joins them afterwards.
+                single = torch.empty(count, a.shape[1], width, dtype=torch.float32, device=a.device)
+                shifted = (a[start:stop], b[start:stop])
+                self.products.sum_leaves(*shifted, single, first=0, leaves=1, round_leaf=round_leaf)
+                out[i] = sums.tree_sum(single)
+            elif count <= REGISTER_LEAVES:
                 self.products.sum_leaves(
                     a, b, out[i : i + 1], first=start, leaves=count, round_leaf=round_leaf
                 )
-                continue
-            # REGISTER_LEAVES is a power of two: the tree over aligned groups of leaves is canonical again.
-            groups = [
-                (j, min(j + REGISTER_LEAVES, stop)) for j in range(start, stop, REGISTER_LEAVES)
-            ]
-            out[i] = sums.tree_sum(self._nodes(a, b, width, groups, round_leaf))
+            else:
+                # A power of two of leaves a group: the tree over the groups is canonical again.
+                groups = [(j, min(j + REGISTER_LEAVES, stop)) for j in range(start, stop, REGISTER_LEAVES)]
+                out[i] = sums.tree_sum(self._nodes(a, b, width, groups, round_leaf))
         return out
 
     def row_linear_dx(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -218,6 +240,8 @@ class CudaOps:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         self._expect_attention("attention", q, k, v)
         expect(q.shape[0] == spans.total, "attention", f"spans hold {spans.total} tokens", q)
+        if self._fits_hopper_attention(q, k, v):
+            return hopper_attention.attention(q, k, v, spans, scale, device=self.device)
         return attention_kernels.attention(q, k, v, spans, scale)
 
     def attention_dx(
@@ -233,7 +257,10 @@ class CudaOps:
             lse,
             q,
         )
-        return attention_dx_kernels.attention_dx(do.contiguous(), q, k, v, o, lse, spans, scale)
+        do = do.contiguous()
+        if self._fits_hopper_attention(q, k, v):
+            return hopper_attention_dx.attention_dx(do, q, k, v, o, lse, spans, scale, device=self.device)
+        return attention_dx_kernels.attention_dx(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
@@ -254,6 +281,14 @@ class CudaOps:
         )
         self._expect_heads("attention_decode", q, k_cache, v_cache)
         return attention_kernels.attention_decode(q, k_cache, v_cache, lengths, scale)
+
+    def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return (
+            self.device.hopper
+            and q.dtype == torch.bfloat16
+            and q.shape[2] in hopper_attention.WIDTHS
+            and copyable(q, k, v)
+        )
 
     def _expect_attention(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         expect(
@@ -330,7 +365,10 @@ class CudaOps:
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
         expect(
-            dy.dim() == 2 and ids.shape == dy.shape[:1] and out.shape[1:] == dy.shape[1:] and dy.stride(1) == 1,
+            dy.dim() == 2
+            and ids.shape == dy.shape[:1]
+            and out.shape[1:] == dy.shape[1:]
+            and dy.stride(1) == 1,
             "embedding_dw",
             "dy [T, H], ids [T], out [rows, H]",
             dy,

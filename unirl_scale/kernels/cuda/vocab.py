@@ -68,7 +68,7 @@ def vocab_dlogits_kernel(
 def embedding_dw_kernel(
     dy_ptr, ids_ptr, order_ptr, stop_ptr, out_ptr, width, dy_row, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first program of each run of equal ids adds that run's rows, in token order, onto its row of out."""
+    """The first program of a run of equal ids adds the run's rows, in token order, onto its row of out."""
     at = tl.program_id(0)
     row = tl.load(ids_ptr + at)
     before = tl.load(ids_ptr + at - 1, mask=at > 0, other=-1)
@@ -83,7 +83,7 @@ def embedding_dw_kernel(
 
 
 def vocab_stats(logits: Tensor, valid: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits fp32 [T, L*v], valid int32 [L] on the device -> (stats fp32 [T, L, 3], target logit fp32 [T])."""
+    """logits fp32 [T, L*v], valid int32 [L] -> (stats fp32 [T, L, 3], target logit fp32 [T])."""
     rows, leaves = logits.shape[0], valid.shape[0]
     stats = torch.empty(rows, leaves, 3, dtype=torch.float32, device=logits.device)
     picked = torch.empty(rows, dtype=torch.float32, device=logits.device)
