@@ -50,7 +50,7 @@ def leaf_products_kernel(
     LEAVES: tl.constexpr, ROUND_LEAF: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """c[g] = tree over i < LEAVES of a[first + i] @ b[g + first + i], one program a tile of one group g.
+    """c[g] = tree over i < LEAVES of a[g + first + i] @ b[g + first + i], one program a tile of one group g.
 
     Strides are in elements; a_leaf is 0 when all leaves share `a`. The last dims of a and c are contiguous.
     """
@@ -60,7 +60,7 @@ def leaf_products_kernel(
     col = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
     row_mask, col_mask = row < rows, col < columns
-    a = a_ptr + first.to(tl.int64) * a_leaf + row[:, None] * a_row + ks[None, :]
+    a = a_ptr + (group + first) * a_leaf + row[:, None] * a_row + ks[None, :]
     b = b_ptr + (group + first) * b_leaf + ks[:, None] * b_k + col[None, :] * b_col
     b_step = BLOCK_K * b_k
     total = _leaf_product(a, b, BLOCK_K, b_step, row_mask, col_mask, k, ROUND_LEAF, BLOCK_K)
@@ -133,7 +133,7 @@ def leaf_products(
     round_leaf: bool,
     bias: Tensor | None = None,
 ) -> None:
-    """out[g] = canonical tree over i < leaves (<= REGISTER_LEAVES) of a[first + i] @ b[g + first + i].
+    """out[g] = canonical tree over i < leaves (<= REGISTER_LEAVES) of a[g + first + i] @ b[g + first + i].
 
     Args:
         a: [LA, M, K] view, last stride 1; stride 0 over dim 0 when leaves share it.

@@ -55,9 +55,10 @@ def _load_leaves(
         tile_m, tile_gn = _tile_at(tile, tiles_m, tiles_n * groups, GROUP_M)
         row = tile_m * 128
         col = tile_gn % tiles_n * BLOCK_N
-        for leaf in range(LEAVES):
-            a_col = (first + leaf) * a_leaf
-            b_row = (tile_gn // tiles_n + first + leaf) * b_leaf
+        for i_leaf in range(LEAVES):
+            leaf = tile_gn // tiles_n + first + i_leaf
+            a_col = leaf * a_leaf
+            b_row = leaf * b_leaf
             for step in range(k_steps):
                 slot = i % STAGES
                 mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
@@ -174,7 +175,7 @@ def leaf_products_kernel(
     LEAVES: gl.constexpr, TRANS_B: gl.constexpr, ROUND_LEAF: gl.constexpr, HAS_BIAS: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """c[g] = tree over i < LEAVES of a[first + i] @ b[g + first + i], in persistent programs."""
+    """c[g] = tree over i < LEAVES of a[g + first + i] @ b[g + first + i], in persistent programs."""
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
     CHUNK: gl.constexpr = c_desc.block_type.shape[2]
     B_ROWS: gl.constexpr = b_desc.block_type.shape[0]

@@ -46,7 +46,7 @@ class Products:
         round_leaf: bool = False,
         bias: Tensor | None = None,
     ) -> None:
-        """out[g] = canonical tree over i < leaves of a[first + i] @ b[g + first + i], plus bias.
+        """out[g] = canonical tree over i < leaves of a[g + first + i] @ b[g + first + i], plus bias.
 
         Args:
             a: [LA, M, K] view, stride 0 over dim 0 when the leaves share it.
