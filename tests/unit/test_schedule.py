@@ -1,4 +1,4 @@
-"""Pipeline schedules finish, keep the order that serial accumulation needs, and bound the activations in flight."""
+"""Pipeline schedules finish, keep the order that serial sums need, and bound the activations in flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_schedule_finishes_with_each_step_once(pp: int, vpp: int) -> None:
 
 @pytest.mark.parametrize(("pp", "vpp"), SHAPES)
 def test_each_chunk_visits_its_micro_batches_in_order(pp: int, vpp: int) -> None:
-    """Backward order is the order of the serial sum inside a data slot: it must not depend on the pipeline."""
+    """Backward order is that of the serial sum inside a data slot: it must not depend on the pipeline."""
     for micros in MICROS:
         for rank, steps in enumerate(one_f_one_b(pp, vpp, micros)):
             for chunk in range(rank, pp * vpp, pp):
@@ -70,8 +70,8 @@ def test_activations_in_flight_do_not_grow_with_the_micro_batches(pp: int, vpp: 
 def test_what_is_sent_is_what_is_needed(pp: int, vpp: int) -> None:
     chunks, schedule = pp * vpp, one_f_one_b(pp, vpp, 5)
     steps = [s for rank in schedule for s in rank]
-    messages = Counter(m for s in steps if (m := sent(s, chunks)) is not None)
-    assert messages == Counter(m for s in steps if (m := needed(s, chunks)) is not None)
+    messages = Counter(sent(s, chunks) for s in steps if sent(s, chunks))
+    assert messages == Counter(needed(s, chunks) for s in steps if needed(s, chunks))
     by_pair = [m for a in range(pp) for b in range(pp) for m in incoming(schedule, a, b, chunks)]
     assert Counter(by_pair) == messages
 
