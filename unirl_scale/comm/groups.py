@@ -54,9 +54,9 @@ class Group:
     traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
-    def single(cls, rank: int = 0) -> Group:
-        """A group of this rank alone."""
-        return cls(ranks=(rank,), index=0)
+    def single(cls, rank: int = 0, device: torch.device | str = "cpu") -> Group:
+        """A group of this rank alone, whose tensors live on `device`."""
+        return cls(ranks=(rank,), index=0, device=torch.device(device))
 
     @property
     def size(self) -> int:
@@ -367,7 +367,7 @@ def connect(
         CommError: no rendezvous was given, or the ranks did not meet.
     """
     if world_size == 1:
-        yield GroupFactory(Group.single(rank), timeout)
+        yield GroupFactory(Group.single(rank, device), timeout)
         return
     if (store is None) == (init_method is None):
         raise CommError(f"connect: got store={store}, init_method={init_method}; needs exactly one of them")
