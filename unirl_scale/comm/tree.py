@@ -133,6 +133,14 @@ class CombinePlan:
             raise PlanError(f"node {unused[0]} of {total} leaves overlaps another node or has no target")
         return cls(nodes=tuple(nodes), targets=goals, steps=tuple(builder.steps), outputs=outputs)
 
+    @property
+    def is_plain_tree(self) -> bool:
+        """Whether this is the canonical tree over the slots themselves: then a fused kernel may run it."""
+        if len(self.targets) != 1:
+            return False
+        slots = [(slot, slot + 1) for slot in range(len(self.nodes))]
+        return self.steps == CombinePlan.of(slots, len(slots)).steps
+
     def run(self, slots: MutableSequence[T], add: Callable[[T, T], T]) -> list[T]:
         """Execute on one value a node; `slots` is overwritten. Returns one value a target.
 
