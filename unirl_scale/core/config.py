@@ -83,7 +83,9 @@ class RolloutConfig:
 
     max_prompt_tokens: int = 64
     max_response_tokens: int = 32
-    on_long_prompt: Literal["error", "drop", "truncate"] = "error"  # truncate keeps the last max_prompt_tokens
+    on_long_prompt: Literal["error", "drop", "truncate"] = (
+        "error"  # truncate keeps the last max_prompt_tokens
+    )
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # 1 = off

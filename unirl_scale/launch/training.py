@@ -1,0 +1,128 @@
+"""`unirl-scale train`: as the launcher of local ranks, and as one rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from unirl_scale.core.check import check, world_size_of
+from unirl_scale.core.config import RunConfig
+from unirl_scale.core.errors import ConfigError
+from unirl_scale.core.load import dump, load_config, resolve
+from unirl_scale.core.problems import raise_all
+from unirl_scale.core.ranks import RankInfo
+from unirl_scale.launch import environment
+from unirl_scale.launch.console import Console
+from unirl_scale.launch.local import Outcome, run_local
+from unirl_scale.launch.plugins import algorithm_problems, plugin_options
+from unirl_scale.launch.rank_process import run_as_rank, show_error
+from unirl_scale.launch.ranks import discover
+from unirl_scale.train.metrics import SilentReporter
+from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest:
+    """What the command line asked for.
+
+    Attributes:
+        config: YAML file.
+        overrides: `key=value` texts over the file.
+        nproc: local ranks to start; None = as many as the meshes span.
+        overwrite: delete the run that is in run_dir.
+    """
+
+    config: str
+    overrides: Sequence[str] = ()
+    nproc: int | None = None
+    overwrite: bool = False
+
+
+def train(request: TrainRequest, console: Console) -> int:
+    """Train on the ranks that a launcher started, or on local ranks of our own; the exit status.
+
+    Raises:
+        ConfigError: everything that is wrong, before any rank is started.
+    """
+    environ, nproc = environment.current(), request.nproc
+    info = discover(environ)
+    if info.launcher == "none" or (nproc is not None and info.world_size == 1):
+        cfg = read_legal(request.config, request.overrides, nproc)
+        outcome = train_local(cfg, environ, overwrite=request.overwrite)
+        if outcome.failure is not None:
+            failure = outcome.failure
+            show_error(console, f"rank {failure.rank}: {failure.message}", failure.detail)
+        return outcome.status
+    if nproc is not None:
+        raise ConfigError(
+            f"--nproc: got {nproc}, but {info.launcher} started {info.world_size} ranks already; "
+            "hint: leave --nproc out, or start without that launcher"
+        )
+    return run_as_rank(partial(_train_rank, request, info, environ, console), info.rank, environ, console)
+
+
+def read_legal(config: str, overrides: Sequence[str], world_size: int | None = None) -> RunConfig:
+    """The resolved configuration after every check that needs no rank.
+
+    Raises:
+        ConfigError: all violations at once.
+    """
+    asked = load_config(config, overrides, plugin_options())
+    raise_all([*check(asked, world_size), *algorithm_problems(asked)], config)
+    return resolve(asked)
+
+
+def train_local(
+    cfg: RunConfig, environ: Mapping[str, str], *, overwrite: bool, quiet: bool = False
+) -> Outcome:
+    """Run a legal, resolved configuration on fresh local ranks; its run directory is held meanwhile.
+
+    Raises:
+        ConfigError: the run directory is in use, holds a run already or cannot be made.
+    """
+    run_dir = RunDir(Path(cfg.run_dir))
+    with claim(run_dir, overwrite=overwrite):
+        write_config(run_dir, dump(cfg))
+        write_versions(run_dir, {})
+        numeric = environment.numeric_environment(environ, cfg.hardware.threads)
+        command = [sys.executable, "-m", "unirl_scale", "train", str(run_dir.config)]
+        return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
+
+
+def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str], console: Console) -> None:
+    """The work of one rank, from its configuration to the last step."""
+    # The plug-ins load torch, and the variables must be there before it.
+    environment.apply(environment.numeric_environment(environ, _threads(request)))
+    cfg = read_legal(request.config, request.overrides, info.world_size)
+    run_dir = RunDir(Path(cfg.run_dir))
+    if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
+        _run_loop(cfg, run_dir, info, console)
+        return
+    with claim(run_dir, overwrite=request.overwrite):
+        write_config(run_dir, dump(cfg))
+        write_versions(run_dir, {})
+        _run_loop(cfg, run_dir, info, console)
+
+
+def _threads(request: TrainRequest) -> int:
+    """`hardware.threads`; 1 when the file is wrong, which the full reading will say."""
+    try:
+        return max(1, load_config(request.config, request.overrides).hardware.threads)
+    except ConfigError:
+        return 1
+
+
+def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console) -> None:
+    from unirl_scale.train.loop import run
+
+    if info.rank != 0:
+        run(cfg, info, SilentReporter())
+        return
+    from unirl_scale.train.plot import plot_run
+
+    reporter = console.reporter()
+    run(cfg, info, reporter)
+    plot_run(run_dir, reporter)
