@@ -127,7 +127,10 @@ def micro_batches(cfg: RunConfig, mesh: MeshConfig) -> int:
 
 
 class _Score:
-    """What a layout costs a step in DP and PP traffic: time to five digits, then bytes, top tier first."""
+    """What a layout costs a step in DP and PP traffic: time to five digits, then bytes, top tier first.
+
+    HCCL wants consecutive ranks on each server, so there the number of visits to nodes comes first.
+    """
 
     def __init__(
         self, cfg: RunConfig, machine: Machine, told: Assumptions, mesh: MeshConfig, roles: Sequence[Role]
@@ -144,8 +147,9 @@ class _Score:
         times = [p.step_us for p in plans]
         total = float("inf") if None in times else float(f"{sum(t or 0.0 for t in times):.5g}")
         depth = len(self.machine.outer) + 1
+        visits = int((np.diff(places[0]) != 0).sum()) + 1 if self.told.transport == "hccl" else 0
         sent = [sum(p.sent_bytes[t] * p.call.count for p in plans) for t in range(depth)]
-        return (total, *reversed(sent))
+        return (visits, total, *reversed(sent))
 
 
 def axis_groups(mesh: MeshConfig, axis: Axis) -> npt.NDArray[np.int32]:
