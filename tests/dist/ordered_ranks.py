@@ -85,7 +85,7 @@ def every_path(
             sliced = reducer.reduce_scatter(nodes, sizes)
             found[f"{name} reduce_scatter"] = same_bits(sliced, truth[start : start + sizes[group.index]])
             found[f"{name} all_reduce"] = same_bits(reducer.all_reduce(nodes), truth)
-            rounded = reducer.all_reduce(nodes.view(-1, 1, elements), torch.bfloat16)
+            rounded = reducer.all_reduce(nodes.view(nodes.shape[0], 1, elements), torch.bfloat16)
             found[f"{name} all_reduce bf16"] = same_bits(rounded, truth.bfloat16().view(1, elements))
             on_last = reducer.reduce(nodes, group.size - 1)
             is_last = group.index == group.size - 1

@@ -38,6 +38,15 @@ class RanksFailed(AssertionError):
     """Some ranks raised, died or hung; the message shows each, the first to fail first."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a function runs: its rank, and an empty folder that the ranks of one call share."""
+
+    rank: int
+    world_size: int
+    folder: str
+
+
 @dataclass(slots=True)
 class Worker:
     """One warm process and the socket to it."""
@@ -94,6 +103,7 @@ class RankPool:
         *args: Any,
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
+        connected: bool = True,
     ) -> list[Any]:
         """Run `fn(groups, *args)` on `world_size` ranks and return each rank's value, by rank.
 
@@ -103,6 +113,7 @@ class RankPool:
             args: picklable, the same for all ranks.
             timeout_s: after which ranks without an answer are killed and replaced.
             env: run in processes of their own with these variables too, and end them afterwards.
+            connected: False calls `fn(place, *args)` before any process group exists, with a Place.
 
         Raises:
             RanksFailed: any rank raised, died or missed the deadline.
@@ -110,20 +121,26 @@ class RankPool:
         __tracebackhide__ = True
         if env is not None:
             with RankPool(self.max_ranks, {**self.env, **env}, self.timeout_s) as isolated:
-                return isolated(fn, world_size, *args, timeout_s=timeout_s)
+                return isolated(fn, world_size, *args, timeout_s=timeout_s, connected=connected)
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size {world_size}: needs 1..{self.max_ranks}")
-        task = pickle.dumps((self._rendezvous(), world_size, _name_of(fn), args))
+        name, folder = _name_of(fn), self._new_folder()
+        tasks = [
+            pickle.dumps((Place(rank=rank, world_size=world_size, folder=folder), connected, name, args))
+            for rank in range(world_size)
+        ]
         workers = self._warm(world_size)
-        for rank, worker in enumerate(workers):
+        for worker, task in zip(workers, tasks, strict=True):
             worker.log_start = worker.log.stat().st_size
-            worker.connection.send_bytes(pickle.dumps((rank, task)))
+            worker.connection.send_bytes(task)
         return self._collect(workers, self.timeout_s if timeout_s is None else timeout_s)
 
-    def _rendezvous(self) -> str:
+    def _new_folder(self) -> str:
         assert self._folder is not None, "use the pool as a context manager"
         self._calls += 1
-        return str(Path(self._folder.name) / f"store-{self._calls}")
+        folder = Path(self._folder.name) / f"call-{self._calls}"
+        folder.mkdir()
+        return str(folder)
 
     def _warm(self, count: int) -> list[Worker]:
         """The first `count` workers, each alive and done importing; the dead are replaced."""

@@ -32,7 +32,7 @@ from unirl_scale.core.errors import PlanError, ShapeError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("elements", [1, 7, 1000])
+@pytest.mark.parametrize("elements", [0, 1, 7, 1000])
 def test_every_path_has_the_bits_of_one_process(run_ranks: RankPool, world_size: int, elements: int) -> None:
     for total in (world_size, 12):
         ranges = split_contiguous(total, world_size)
