@@ -1,4 +1,5 @@
-"""The transformer again, as plainly as torch allows: fp64, autograd, no parallelism. Truth for the engine's tests."""
+"""The transformer again, as plainly as torch allows: fp64, autograd, no parallelism. Truth for the engine's
+tests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Weights = dict[str, Tensor]
 
 
 def stored_weights(model: ModelConfig, leaves: int, head: str, seed: int) -> Weights:
-    """The engine's own initial values, by stored name: leafed [W, ...], replicated [...]; fp64 with gradient."""
+    """The engine's own initial values, by stored name: leafed [W, ...], replicated [...]; fp64 with
+    gradient."""
     rows = normal_rows(seed)
     out = {}
     for spec in parameter_specs(model, leaves, head):
@@ -28,7 +30,9 @@ def _norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 def _rope(x: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None] * theta ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

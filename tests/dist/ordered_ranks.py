@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from tests import canonical
 from unirl_scale.comm.accumulate import tree_sum_nodes
+from unirl_scale.comm.fast import FastReducer
 from unirl_scale.comm.groups import GroupFactory
 from unirl_scale.comm.ordered import OrderedReducer
+from unirl_scale.comm.tree import split_contiguous
 
 
 def wild(rows: int, elements: int, seed: int = 0) -> Tensor:
@@ -28,15 +30,9 @@ def wild(rows: int, elements: int, seed: int = 0) -> Tensor:
     return values
 
 
-def naive_tree(leaves: Tensor) -> Tensor:
-    """The definition, recursively, in one process."""
-    n = leaves.shape[0]
-    if n == 1:
-        return leaves[0]
-    middle = 1
-    while middle * 2 < n:
-        middle *= 2
-    return naive_tree(leaves[:middle]) + naive_tree(leaves[middle:])
+def tree_sum(leaves: Tensor) -> Tensor:
+    """fp32 [n, ...] -> [...] by the definition, in one process."""
+    return canonical.naive_tree(leaves.unbind(), torch.add)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -73,13 +69,13 @@ def every_path(
     """Each path of OrderedReducer on the same leaves -> does it have the bits of the tree?"""
     group = groups.world
     leaves = wild(total, elements, leaf_seed)
-    truth = naive_tree(leaves)
+    truth = tree_sum(leaves)
     sizes = uneven_sizes(elements, group.size)
     start = sum(sizes[: group.index])
     blocks = [None, *[b for b in (2, 3) if group.size % b == 0 and b < group.size]]
     found: dict[str, bool] = {}
     for inner in blocks:
-        for chunk_bytes in (64 << 20, 256):
+        for chunk_bytes in (64 << 20, 1024):
             reducer = OrderedReducer(
                 group, ranges, inner_size=inner, chunk_bytes=chunk_bytes, gather_below_bytes=0
             )
@@ -89,7 +85,7 @@ def every_path(
             sliced = reducer.reduce_scatter(nodes, sizes)
             found[f"{name} reduce_scatter"] = same_bits(sliced, truth[start : start + sizes[group.index]])
             found[f"{name} all_reduce"] = same_bits(reducer.all_reduce(nodes), truth)
-            rounded = reducer.all_reduce(nodes.view(-1, 1, elements), torch.bfloat16)
+            rounded = reducer.all_reduce(nodes.view(nodes.shape[0], 1, elements), torch.bfloat16)
             found[f"{name} all_reduce bf16"] = same_bits(rounded, truth.bfloat16().view(1, elements))
             on_last = reducer.reduce(nodes, group.size - 1)
             is_last = group.index == group.size - 1
@@ -97,6 +93,60 @@ def every_path(
             found[f"{name} input untouched"] = same_bits(nodes, kept)
     small = OrderedReducer(group, ranges, gather_below_bytes=1 << 30)
     found["gathered"] = same_bits(small.all_reduce(own_nodes(small, ranges, group.index, leaves)), truth)
-    fused = OrderedReducer(group, ranges, gather_below_bytes=0, tree_sum=naive_tree)
+    fused = OrderedReducer(group, ranges, gather_below_bytes=0, tree_sum=tree_sum)
     found["fused"] = same_bits(fused.all_reduce(own_nodes(fused, ranges, group.index, leaves)), truth)
     return found
+
+
+def on_leaves(groups: GroupFactory, leaves: Tensor, ranges: Sequence[range]) -> Tensor:
+    """The ordered all-reduce of given leaves."""
+    reducer = OrderedReducer(groups.world, ranges, gather_below_bytes=0)
+    return reducer.all_reduce(own_nodes(reducer, ranges, groups.rank, leaves))
+
+
+def vendor_sum(groups: GroupFactory, leaves: Tensor, ranges: Sequence[range]) -> dict[str, Tensor | None]:
+    """The three vendor reductions of the same leaves, each rank's node summed by the tree."""
+    group = groups.world
+    reducer = FastReducer(group, ranges)
+    mine = leaves[ranges[groups.rank].start : ranges[groups.rank].stop]
+    sizes = uneven_sizes(leaves.shape[1], group.size)
+    return {
+        "all_reduce": reducer.all_reduce(tree_sum_nodes(mine, reducer.local_nodes)),
+        "reduce": reducer.reduce(tree_sum_nodes(mine, reducer.local_nodes), 0),
+        "reduce_scatter": reducer.reduce_scatter(tree_sum_nodes(mine, reducer.local_nodes), sizes),
+        "even": reducer.reduce_scatter(
+            tree_sum_nodes(mine, reducer.local_nodes)[:, : group.size * 2], [2] * group.size
+        ),
+    }
+
+
+def bf16_wire(groups: GroupFactory, elements: int, inner: int | None) -> tuple[bool, bool, int]:
+    """Rounded leaves over a bf16 wire -> (same bits as fp32 wire, same bits as one process, bytes sent)."""
+    group = groups.world
+    ranges = split_contiguous(group.size, group.size)
+    leaves = wild(group.size, elements).bfloat16()
+    truth = tree_sum(leaves.float())
+    narrow = OrderedReducer(
+        group, ranges, inner_size=inner, gather_below_bytes=0, wire_dtype=torch.bfloat16, chunk_bytes=4096
+    )
+    sizes = uneven_sizes(elements, group.size)
+    narrow.reduce_scatter(leaves[groups.rank][None], sizes)
+    sent_bytes = group.traffic.sent_bytes
+    wide = OrderedReducer(group, ranges, gather_below_bytes=0)
+    gathered = OrderedReducer(group, ranges, gather_below_bytes=1 << 30, wire_dtype=torch.bfloat16)
+    result = narrow.all_reduce(leaves[groups.rank][None])
+    return (
+        same_bits(result, wide.all_reduce(leaves[groups.rank][None].float())),
+        same_bits(result, truth) and same_bits(gathered.all_reduce(leaves[groups.rank][None]), truth),
+        sent_bytes,
+    )
+
+
+def sent_and_planned(
+    groups: GroupFactory, ranges: Sequence[range], sizes: Sequence[int], inner: int | Sequence[int] | None
+) -> tuple[int, int]:
+    """Bytes that a reduce-scatter sent, and those its schedule says."""
+    reducer = OrderedReducer(groups.world, ranges, inner_size=inner, chunk_bytes=1024)
+    nodes = torch.zeros(len(reducer.nodes), sum(sizes))
+    reducer.reduce_scatter(nodes, sizes)
+    return groups.world.traffic.sent_bytes, 4 * reducer.schedule.sent_elements(sizes)

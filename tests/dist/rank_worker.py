@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,23 +19,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.dist.run_ranks import Place
 from unirl_scale.comm.groups import connect
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)  # the pool's deadline comes first
 
 
-def run_task(rank: int, task: bytes) -> tuple[bool, Any]:
+def run_task(task: bytes) -> tuple[bool, Any]:
     """(True, pickled value) or (False, traceback)."""
     try:
-        rendezvous, world_size, (module, name), args = pickle.loads(task)
+        place, connected, (module, name), args = pickle.loads(task)
         fn = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
-        store = dist.FileStore(rendezvous, world_size) if world_size > 1 else None
-        with connect(rank, world_size, "gloo", store=store, timeout=COLLECTIVE_TIMEOUT) as groups:
-            value = fn(groups, *args)
+        value = run_connected(place, fn, args) if connected else fn(place, *args)
         return True, pickle.dumps(value)
     except BaseException:  # SystemExit and pytest's Skipped too: the pool must hear of it
         return False, traceback.format_exc()
+
+
+def run_connected(place: Place, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call `fn` in a fresh gloo world."""
+    n = place.world_size
+    store = dist.FileStore(f"{place.folder}/rendezvous", n) if n > 1 else None
+    with connect(place.rank, n, "gloo", store=store, timeout=COLLECTIVE_TIMEOUT) as groups:
+        return fn(groups, *args)
 
 
 def end_with_parent(parent: int) -> None:
@@ -52,10 +60,10 @@ def main(descriptor: int, parent: int) -> None:
     connection.send_bytes(b"ready")
     while True:
         try:
-            rank, task = pickle.loads(connection.recv_bytes())
+            task = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(pickle.dumps(run_task(rank, task)))
+        connection.send_bytes(pickle.dumps(run_task(task)))
 
 
 if __name__ == "__main__":

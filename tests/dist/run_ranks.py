@@ -31,10 +31,20 @@ WORKER_ENV = {
 }
 START_S = 120.0  # a worker that has not imported torch by then is broken, however busy the machine
 GRACE_S = 5.0  # ranks still waiting for a failed peer get this long to notice
+STACK_S = 0.5  # a hung rank gets this long to write its stack
 
 
 class RanksFailed(AssertionError):
     """Some ranks raised, died or hung; the message shows each, the first to fail first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a function runs: its rank, and an empty folder that the ranks of one call share."""
+
+    rank: int
+    world_size: int
+    folder: str
 
 
 @dataclass(slots=True)
@@ -93,6 +103,7 @@ class RankPool:
         *args: Any,
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
+        connected: bool = True,
     ) -> list[Any]:
         """Run `fn(groups, *args)` on `world_size` ranks and return each rank's value, by rank.
 
@@ -102,26 +113,34 @@ class RankPool:
             args: picklable, the same for all ranks.
             timeout_s: after which ranks without an answer are killed and replaced.
             env: run in processes of their own with these variables too, and end them afterwards.
+            connected: False calls `fn(place, *args)` before any process group exists, with a Place.
 
         Raises:
             RanksFailed: any rank raised, died or missed the deadline.
         """
+        __tracebackhide__ = True
         if env is not None:
             with RankPool(self.max_ranks, {**self.env, **env}, self.timeout_s) as isolated:
-                return isolated(fn, world_size, *args, timeout_s=timeout_s)
+                return isolated(fn, world_size, *args, timeout_s=timeout_s, connected=connected)
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size {world_size}: needs 1..{self.max_ranks}")
-        task = pickle.dumps((self._rendezvous(), world_size, _name_of(fn), args))
+        name, folder = _name_of(fn), self._new_folder()
+        tasks = [
+            pickle.dumps((Place(rank=rank, world_size=world_size, folder=folder), connected, name, args))
+            for rank in range(world_size)
+        ]
         workers = self._warm(world_size)
-        for rank, worker in enumerate(workers):
+        for worker, task in zip(workers, tasks, strict=True):
             worker.log_start = worker.log.stat().st_size
-            worker.connection.send_bytes(pickle.dumps((rank, task)))
+            worker.connection.send_bytes(task)
         return self._collect(workers, self.timeout_s if timeout_s is None else timeout_s)
 
-    def _rendezvous(self) -> str:
+    def _new_folder(self) -> str:
         assert self._folder is not None, "use the pool as a context manager"
         self._calls += 1
-        return str(Path(self._folder.name) / f"store-{self._calls}")
+        folder = Path(self._folder.name) / f"call-{self._calls}"
+        folder.mkdir()
+        return str(folder)
 
     def _warm(self, count: int) -> list[Worker]:
         """The first `count` workers, each alive and done importing; the dead are replaced."""
@@ -168,6 +187,7 @@ class RankPool:
 
     def _collect(self, workers: Sequence[Worker], timeout_s: float) -> list[Any]:
         """Wait for every rank; once one has failed the others have GRACE_S left."""
+        __tracebackhide__ = True
         values: dict[int, Any] = {}
         failures: list[str] = []
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -185,7 +205,7 @@ class RankPool:
                         failures.append(failure)
                         deadline = min(deadline, time.monotonic() + GRACE_S)
         finally:  # also on KeyboardInterrupt: a worker in the middle of a task is of no more use
-            hung = [self._kill_hung(rank, workers[rank]) for rank in waiting.values()]
+            hung = self._kill_hung({rank: workers[rank] for rank in waiting.values()})
         if failures or hung:
             limit = f"{GRACE_S} s after that failure" if failures else f"{timeout_s} s"
             failures += [f"{what} had no answer within {limit} and was killed{where}" for what, where in hung]
@@ -206,13 +226,17 @@ class RankPool:
         values[rank] = pickle.loads(payload)
         return None
 
-    def _kill_hung(self, rank: int, worker: Worker) -> tuple[str, str]:
-        """Ask for its stack, then kill it by pid and forget it."""
-        worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
-        time.sleep(0.3)
-        stack = worker.log_tail()
-        self._discard(worker)
-        return f"rank {rank} (pid {worker.process.pid})", stack
+    def _kill_hung(self, hung: Mapping[int, Worker]) -> list[tuple[str, str]]:
+        """Ask each for its stack, then kill it by pid and forget it. Returns (which rank, its output) each."""
+        for worker in hung.values():
+            worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
+        if hung:
+            time.sleep(STACK_S)
+        found = []
+        for rank, worker in hung.items():
+            found.append((f"rank {rank} (pid {worker.process.pid})", worker.log_tail()))
+            self._discard(worker)
+        return found
 
 
 def _name_of(fn: Callable[..., Any]) -> tuple[str, str]:

@@ -6,13 +6,15 @@ Not covered here: NCCL and HCCL, and tensors on a device that the backend does n
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist.ordered_ranks import same_bits
-from tests.dist.run_ranks import RankPool, RanksFailed
+from tests.dist.run_ranks import Place, RankPool, RanksFailed
 from unirl_scale.comm.groups import Group, GroupFactory, Traffic, connect
 from unirl_scale.core.errors import CommError, MeshError, ShapeError
 
@@ -168,6 +170,26 @@ def test_a_lost_peer_is_a_comm_error_that_names_the_operation(run_ranks: RankPoo
         run_ranks(lose_a_peer, 3)
     assert "KeyError: 'gone'" in str(failure.value)
     assert str(failure.value).count("CommError: all_gather over ranks (0, 1, 2): ") == 2
+
+
+def connect_after_a_failure(place: Place) -> tuple[str, int]:
+    """Rank 0 first waits in vain for a peer that never comes; then both meet."""
+    message = ""
+    if place.rank == 0:
+        alone = dist.FileStore(f"{place.folder}/alone", 2)
+        try:
+            with connect(0, 2, store=alone, timeout=timedelta(seconds=0.3)):
+                pass
+        except CommError as error:
+            message = str(error)
+    store = dist.FileStore(f"{place.folder}/both", 2)
+    with connect(place.rank, 2, store=store, timeout=timedelta(seconds=60)) as groups:
+        return message, int(groups.world.all_reduce_int(torch.tensor(1)))
+
+
+def test_a_world_can_form_after_an_attempt_that_failed(run_ranks: RankPool) -> None:
+    (message, first), (_, second) = run_ranks(connect_after_a_failure, 2, connected=False, timeout_s=20.0)
+    assert message.startswith("connect over ranks (0, 1): ") and (first, second) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.ordered_ranks import naive_tree, same_bits, wild
+from tests.dist.ordered_ranks import same_bits, tree_sum, wild
 from unirl_scale.comm.accumulate import StreamingTree, tree_sum_nodes
 from unirl_scale.comm.tree import combine, maximal_nodes
 from unirl_scale.core.errors import PlanError, ShapeError
@@ -17,7 +17,7 @@ from unirl_scale.core.errors import PlanError, ShapeError
 @pytest.mark.parametrize("total", [1, 2, 3, 5, 8, 13, 40])
 def test_streaming_and_stacked_sums_of_any_range_are_the_recursive_tree(total: int) -> None:
     leaves = wild(total, 9, seed=total)
-    truth = naive_tree(leaves)
+    truth = tree_sum(leaves)
     for start in range(total + 1):
         for stop in range(start, total + 1):
             tree = StreamingTree(start, stop, total)
@@ -27,7 +27,7 @@ def test_streaming_and_stacked_sums_of_any_range_are_the_recursive_tree(total: i
             stacked = tree_sum_nodes(leaves[start:stop], [(a - start, b - start) for a, b in nodes])
             assert tree.node_ranges == nodes
             for (low, high), streamed, row in zip(nodes, tree.nodes(), stacked, strict=True):
-                assert same_bits(streamed, naive_tree(leaves[low:high])) and same_bits(streamed, row)
+                assert same_bits(streamed, tree_sum(leaves[low:high])) and same_bits(streamed, row)
             if start == 0:
                 rest = tree_sum_nodes(leaves, maximal_nodes(stop, total, total)).unbind()
                 values = [*zip(nodes, tree.nodes()), *zip(maximal_nodes(stop, total, total), rest)]
@@ -36,7 +36,7 @@ def test_streaming_and_stacked_sums_of_any_range_are_the_recursive_tree(total: i
 
 def test_control_a_serial_sum_has_other_bits() -> None:
     leaves = wild(13, 9, seed=13)
-    assert not same_bits(leaves.sum(0), naive_tree(leaves))
+    assert not same_bits(leaves.sum(0), tree_sum(leaves))
 
 
 @pytest.mark.parametrize(("start", "stop", "total"), [(0, 64, 64), (0, 63, 63), (5, 61, 64)])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.test_comm_tree import naive_tree, pair
+from tests.canonical import naive_tree, pair
 from unirl_scale.comm.schedule import ReductionSchedule
 from unirl_scale.comm.tree import combine, maximal_nodes, split_contiguous
 from unirl_scale.core.errors import PlanError
@@ -63,7 +63,7 @@ def test_every_member_ends_with_the_tree_over_all_leaves(
     if members == 1:
         assert schedules[0].stages == () and schedules[0].nodes == ((0, total),)
         return
-    assert execute(schedules, ranges, total) == [naive_tree(list(range(total)))] * members
+    assert execute(schedules, ranges, total) == [naive_tree(range(total), pair)] * members
 
 
 def test_each_level_leaves_a_block_only_its_share_of_the_elements() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import struct
 import subprocess
@@ -10,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.canonical import naive_split, naive_tree, pair
 from unirl_scale.comm.tree import (
     CombinePlan,
     Node,
@@ -24,21 +26,6 @@ from unirl_scale.core.errors import PlanError
 SIZES = range(1, 41)
 
 
-def naive_split(length: int) -> int:
-    power = 1
-    while power * 2 < length:
-        power *= 2
-    return power
-
-
-def naive_tree(leaves: list[object]) -> object:
-    """RFC 6962 section 2.1, word for word, with a pair in the place of the hash."""
-    if len(leaves) == 1:
-        return leaves[0]
-    middle = naive_split(len(leaves))
-    return (naive_tree(leaves[:middle]), naive_tree(leaves[middle:]))
-
-
 def naive_nodes(low: int, high: int) -> set[Node]:
     if high - low == 1:
         return {(low, high)}
@@ -46,15 +33,8 @@ def naive_nodes(low: int, high: int) -> set[Node]:
     return {(low, high)} | naive_nodes(low, middle) | naive_nodes(middle, high)
 
 
-def pair(left: object, right: object) -> object:
-    return (left, right)
-
-
 def naive_sum(leaves: list[float]) -> float:
-    if len(leaves) == 1:
-        return leaves[0]
-    middle = naive_split(len(leaves))
-    return naive_sum(leaves[:middle]) + naive_sum(leaves[middle:])
+    return naive_tree(leaves, operator.add)
 
 
 def bits(value: float) -> bytes:
@@ -71,7 +51,7 @@ def wild_floats(rng: random.Random, n: int) -> list[float]:
 @pytest.mark.parametrize("total", SIZES)
 def test_combining_all_leaves_gives_the_recursive_tree(total: int) -> None:
     leaves = {(i, i + 1): i for i in range(total)}
-    assert combine(leaves, total, pair) == naive_tree(list(range(total)))
+    assert combine(leaves, total, pair) == naive_tree(range(total), pair)
 
 
 def test_split_point_is_the_largest_power_of_two_below() -> None:
@@ -140,7 +120,7 @@ def test_plans_compose_over_levels(total: int) -> None:
     first = CombinePlan.of(leaves, total, middle)
     second = CombinePlan.of(middle, total)
     inner = first.run(list(range(total)), pair)
-    assert second.run(inner, pair) == [naive_tree(list(range(total)))]
+    assert second.run(inner, pair) == [naive_tree(range(total), pair)]
     assert len(first.steps) + len(second.steps) == total - 1
 
 

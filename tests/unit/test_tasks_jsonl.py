@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.train.tasks import build
 from unirl_scale.train.tasks.interface import Task
 from unirl_scale.train.tasks.jsonl_task import JsonlOptions
+from unirl_scale.train.tasks.tasks import build
 
 
 def write(path: Path, rows: list[Any]) -> str:

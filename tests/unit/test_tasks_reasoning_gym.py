@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.train.tasks import build
 from unirl_scale.train.tasks.interface import Task
 from unirl_scale.train.tasks.reasoning_gym_task import ReasoningGymOptions
+from unirl_scale.train.tasks.tasks import build
 from unirl_scale.train.tasks.tokenizer import TokenizerOptions
 
 pytest.importorskip("reasoning_gym")

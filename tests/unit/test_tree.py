@@ -40,13 +40,13 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports_of(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, module) of each import of our package, anywhere in the file; `from a import b` also as a.b."""
+def imports_of(path: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of each import of our package, anywhere in the file; "" = the module itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == PACKAGE:
-                    yield node.lineno, alias.name
+                    yield node.lineno, alias.name, ""
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:  # relative
@@ -54,9 +54,8 @@ def imports_of(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
                 package = package if path.endswith("__init__.py") else package[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
             if base.split(".")[0] == PACKAGE:
-                yield node.lineno, base
                 for alias in node.names:
-                    yield node.lineno, f"{base}.{alias.name}"
+                    yield node.lineno, base, alias.name
 
 
 def folder_of(module: str) -> str:
@@ -68,20 +67,25 @@ def floor_violations(sources: Sources) -> list[str]:
     found = []
     for path, tree in sources.items():
         here = folder_of(module_of(path))
-        for line, module in imports_of(path, tree):
-            there = folder_of(module)
+        for line, module, name in imports_of(path, tree):
+            there = folder_of(f"{module}.{name}")
             if here in FLOORS and there in FLOORS and here != there and FLOORS[there] >= FLOORS[here]:
-                found.append(f"{path}:{line}: {here} imports {module}")
+                found.append(f"{path}:{line}: {here} imports {module} {name}")
     return found
 
 
 def import_cycles(sources: Sources) -> list[list[str]]:
-    """Strongly connected modules (Tarjan 1972), each a cycle; a package's __init__ is a module too."""
+    """Strongly connected modules (Tarjan 1972), each a cycle.
+
+    `from package import name` leads to the module package.name where there is one, else to the package.
+    """
     known = {module_of(path): path for path in sources}
-    edges = {
-        module: {there for _, there in imports_of(path, sources[path]) if there in known and there != module}
-        for module, path in known.items()
-    }
+    edges: dict[str, set[str]] = {module: set() for module in known}
+    for module, path in known.items():
+        for _, base, name in imports_of(path, sources[path]):
+            there = f"{base}.{name}" if f"{base}.{name}" in known else base
+            if there in known and there != module:
+                edges[module].add(there)
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -377,17 +377,23 @@ def connect(
     if (store is None) == (init_method is None):
         raise CommError(f"connect: got store={store}, init_method={init_method}; needs exactly one of them")
     where = torch.device(device)
-    with failures_as_comm_errors("connect", range(world_size)):
-        dist.init_process_group(
-            backend,
-            store=store,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,  # no device_id: with it, every rank must take part in making every group
-        )
+    try:
+        with failures_as_comm_errors("connect", range(world_size)):
+            dist.init_process_group(
+                backend,
+                store=store,
+                init_method=init_method,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,  # no device_id: with it, every rank must take part in making every group
+            )
+    except CommError:
+        # Torch counts the failed attempt, and would look for its peers under another name the next time.
+        dist.distributed_c10d._world.group_count = 0
+        raise
     try:
         world = Group(ranks=tuple(range(world_size)), index=rank, handle=dist.group.WORLD, device=where)
+        world.barrier()  # a rank that fails early must not look like one that never came
         yield GroupFactory(world, timeout)
         world.barrier()  # a rank that closes its sockets early fails its peers' last collective
     finally:

@@ -208,7 +208,8 @@ class OrderedReducer:
 
     def _gather_and_add(self, nodes: Tensor, elements: int) -> Tensor:
         sizes = [len(member_nodes) * elements for member_nodes in self._schedule.members_nodes]
-        rows = self._group.all_gather_uneven(nodes.reshape(-1), sizes).view(-1, elements).float()
+        rows = self._group.all_gather_uneven(nodes.reshape(-1), sizes)
+        rows = rows.view(self._schedule.total_nodes, elements).float()
         out = torch.empty(elements, dtype=torch.float32, device=nodes.device)
         _finish_tree(rows, self._gathered_plan, self._tree_sum if self._fuse_gathered else None, out)
         return out

@@ -45,9 +45,7 @@ class Mesh:
         local = rank - self.first_rank
         if not 0 <= local < self.size:
             return None
-        return Coordinates(
-            tp=local % self.tp, dp=local // self.tp % self.dp, pp=local // (self.tp * self.dp)
-        )
+        return Coordinates(tp=local % self.tp, dp=local // self.tp % self.dp, pp=local // (self.tp * self.dp))
 
     def tp_groups(self) -> list[tuple[int, ...]]:
         """Rank lists that differ in tp only."""

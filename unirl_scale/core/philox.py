@@ -1,12 +1,10 @@
 """Counter-based random numbers: Philox-4x32-10 (Salmon et al. 2011), vectorised over counters.
 
-A value depends on its key and counter alone, never on how many were drawn before, so a sampled token depends on
-(seed, step, sample id, position) whatever rank or batch it is drawn in.
+A value depends on its key and counter alone, never on how many were drawn before, so a sampled token depends
+on (seed, step, sample id, position) whatever rank or batch it is drawn in.
 """
 
 from __future__ import annotations
-
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,4 +55,4 @@ def sampling_uniforms(seed: int, step: int, sample_ids: list[int], positions: in
     )
     high, low, _, _ = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
-    return cast(NDArray[np.float64], bits.astype(np.float64) / 2.0**53)
+    return bits.astype(np.float64) / 2.0**53

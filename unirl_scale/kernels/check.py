@@ -1,7 +1,7 @@
 """Start-up self-check: probes the ops a run will use, on the device it will use, at the shapes it will use.
 
-What fails names the op, so that training stops instead of claiming what the platform cannot hold. A probe is evidence, not
-proof; the layout lottery (`unirl-scale verify`) is the test of the whole.
+What fails names the op, so that training stops instead of claiming what the platform cannot hold. A probe is
+evidence, not proof; the layout lottery (`unirl-scale verify`) is the test of the whole.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class _Probe:
     def random(self, *shape: int) -> Tensor:
         """Values of several magnitudes, so that another order of addition shows."""
         x = torch.randn(shape, generator=self.generator)
-        return (x * torch.exp(2 * torch.randn(shape, generator=self.generator))).to(self.dtype).to(self.device)
+        return (
+            (x * torch.exp(2 * torch.randn(shape, generator=self.generator))).to(self.dtype).to(self.device)
+        )
 
     def run(self) -> Iterator[tuple[str, bool]]:
         yield from self._column_parallel()
@@ -69,7 +71,11 @@ class _Probe:
         rows, leaves = 150, self.s.leaves
         spans = Spans.of([40, 1, 70, 39], self.device)
         for n in self.s.widths:
-            x, w, dy = self.random(rows, self.s.hidden), self.random(leaves, n, self.s.hidden), self.random(rows, leaves * n)
+            x, w, dy = (
+                self.random(rows, self.s.hidden),
+                self.random(leaves, n, self.s.hidden),
+                self.random(rows, leaves * n),
+            )
             y = self.ops.linear(x, w)
             yield "linear: rows", self._rows_hold(lambda t, w=w: self.ops.linear(t, w), x, y)
             yield "linear: leaves", same_bits(self.ops.linear(x, w[1:2]), y[:, n : 2 * n])
@@ -81,12 +87,15 @@ class _Probe:
             )
             alone = self.ops.linear_dx_nodes(dy[:, n : 2 * n].contiguous(), w[1:2], ((0, 1),))
             yield "linear_dx_nodes: leaves", same_bits(alone, self.ops.linear_dx_nodes(dy, w, one))
-            yield "linear_dw: leaves, samples", self._dw_holds(
-                lambda d, s, out, x=x: self.ops.linear_dw(d, x[: s.total], s, out),
-                dy,
-                spans,
-                (leaves, n, self.s.hidden),
-                n,
+            yield (
+                "linear_dw: leaves, samples",
+                self._dw_holds(
+                    lambda d, s, out, x=x: self.ops.linear_dw(d, x[: s.total], s, out),
+                    dy,
+                    spans,
+                    (leaves, n, self.s.hidden),
+                    n,
+                ),
             )
 
     def _dw_holds(
@@ -164,8 +173,9 @@ class _Probe:
     def _pointwise(self) -> Iterator[tuple[str, bool]]:
         x = self.random(150, self.s.hidden)
         w = torch.ones(self.s.hidden, device=self.device)
-        yield "rmsnorm: rows", self._rows_hold(
-            lambda t: self.ops.rmsnorm(t, w, 1e-6)[0], x, self.ops.rmsnorm(x, w, 1e-6)[0]
+        yield (
+            "rmsnorm: rows",
+            self._rows_hold(lambda t: self.ops.rmsnorm(t, w, 1e-6)[0], x, self.ops.rmsnorm(x, w, 1e-6)[0]),
         )
         gate_up = self.random(150, 1, 2, self.s.widths[0])
         yield "swiglu: rows", self._rows_hold(self.ops.swiglu, gate_up, self.ops.swiglu(gate_up))
@@ -173,8 +183,11 @@ class _Probe:
         logits = self.random(150, 2 * width).float()
         none = torch.full((150,), -1, device=self.device)
         stats = self.ops.vocab_stats(logits, 2, [width, width], none)[0]
-        yield "vocab_stats: rows", self._rows_hold(
-            lambda t: self.ops.vocab_stats(t, 2, [width, width], none[: t.shape[0]])[0], logits, stats
+        yield (
+            "vocab_stats: rows",
+            self._rows_hold(
+                lambda t: self.ops.vocab_stats(t, 2, [width, width], none[: t.shape[0]])[0], logits, stats
+            ),
         )
         half = self.ops.vocab_stats(logits[:, width:].contiguous(), 1, [width], none)[0]
         yield "vocab_stats: leaves", same_bits(half, stats[:, 1:].contiguous())

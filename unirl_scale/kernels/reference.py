@@ -4,11 +4,12 @@ Two GEMM paths with the same meaning:
 
 * `whole`: one BLAS call over all rows and all leaves. Right only where the BLAS is row- and split-invariant
   (MKL with MKL_CBWR=AVX2,STRICT on processors that honour it); kernels/check.py proves it before use.
-* `blocked`: leaf by leaf, rows in blocks of ROW_BLOCK padded with zeros, so that every BLAS call for a given weight
-  has one shape. It needs only that equal shapes give equal bits.
+* `blocked`: leaf by leaf, rows in blocks of ROW_BLOCK padded with zeros, so that every BLAS call for a given
+  weight has one shape. It needs only that equal shapes give equal bits.
 
 torch.sigmoid and silu give other bits in the scalar tail than in the vector body on CPU; exp, sqrt and
-division do not, so gates are built from those. Fused multiply-adds (addcmul, lerp, alpha=) are avoided for the same reason.
+division do not, so gates are built from those. Fused multiply-adds (addcmul, lerp, alpha=) are avoided for
+the same reason.
 """
 
 from __future__ import annotations
@@ -72,7 +73,13 @@ class ReferenceOps:
             out[full:] = torch.mm(tail, b)[: rows - full]
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_fp32: bool = False) -> Tensor:
-        _expect(w.dim() == 3 and x.dim() == 2 and x.shape[1] == w.shape[2], "linear", "x [M, K], w [L, n, K]", x, w)
+        _expect(
+            w.dim() == 3 and x.dim() == 2 and x.shape[1] == w.shape[2],
+            "linear",
+            "x [M, K], w [L, n, K]",
+            x,
+            w,
+        )
         x32, w32 = x.float(), w.float()
         leaves, n, _ = w.shape
         out = torch.empty(x.shape[0], leaves * n, device=x.device)
@@ -122,7 +129,9 @@ class ReferenceOps:
 
     def linear_dw(self, dy: Tensor, x: Tensor, spans: Spans, out: Tensor) -> None:
         leaves, n, k = out.shape
-        _expect(dy.shape[1] == leaves * n and x.shape[1] == k, "linear_dw", "dy [T, L*n], x [T, K]", dy, x, out)
+        _expect(
+            dy.shape[1] == leaves * n and x.shape[1] == k, "linear_dw", "dy [T, L*n], x [T, K]", dy, x, out
+        )
         dy32, x32 = dy.float(), x.float()
         for start, stop in zip(spans.offsets, spans.offsets[1:]):
             if stop == start:
@@ -135,7 +144,14 @@ class ReferenceOps:
 
     def row_linear_dw(self, dy: Tensor, x: Tensor, spans: Spans, out: Tensor) -> None:
         leaves, n, k = out.shape
-        _expect(dy.shape[1] == n and x.shape[1] == leaves * k, "row_linear_dw", "dy [T, N], x [T, L*k]", dy, x, out)
+        _expect(
+            dy.shape[1] == n and x.shape[1] == leaves * k,
+            "row_linear_dw",
+            "dy [T, N], x [T, L*k]",
+            dy,
+            x,
+            out,
+        )
         dy32, x32 = dy.float(), x.float()
         for start, stop in zip(spans.offsets, spans.offsets[1:]):
             for i in range(leaves) if stop > start else ():

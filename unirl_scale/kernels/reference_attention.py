@@ -1,9 +1,9 @@
 """Causal attention in fixed tiles, so that training, prefill and decode compute the same bits.
 
-Every product is a [TILE, d] x [d, TILE] or [TILE, TILE] x [TILE, d] matmul, whatever the sequence length, the number of
-heads or the batch: query tile i meets key tiles 0..i in order (online softmax, Milakov & Gimelshein 2018; Dao et al.
-2022). Decode puts its one query row at the place it has in training's tile. Accumulators start at +0 and are never -0
-afterwards, so the exact zeros of padding change nothing.
+Every product is a [TILE, d] x [d, TILE] or [TILE, TILE] x [TILE, d] matmul, whatever the sequence length, the
+number of heads or the batch: query tile i meets key tiles 0..i in order (online softmax, Milakov & Gimelshein
+2018; Dao et al. 2022). Decode puts its one query row at the place it has in training's tile. Accumulators
+start at +0 and are never -0 afterwards, so the exact zeros of padding change nothing.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def local_rank_environment(rank: int, world_size: int, port: int, report_file: s
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Some data sets walk over sets of strings: every rank, and every run, must walk the same way.
+        "PYTHONHASHSEED": "0",
         LOCAL_MARK: str(os.getpid()),
         REPORT_FILE: report_file,
     }

@@ -1,7 +1,8 @@
 """One transformer block: forward, hand-written backward, prefill and decode, over the same pieces.
 
-Gradients are written by hand rather than taped, because every sum that a layout can split (row-parallel forward,
-column-parallel dX, weight gradients) must go through the canonical tree and the per-sample accumulation.
+Gradients are written by hand rather than taped, because every sum that a layout can split (row-parallel
+forward, column-parallel dX, weight gradients) must go through the canonical tree and the per-sample
+accumulation.
 Shapes: T packed rows (T / tp under sequence parallelism, written t), H hidden, L leaves here.
 """
 
@@ -155,7 +156,8 @@ class Block:
 
     # ---- backward ---------------------------------------------------------------------------------
     def backward(self, dy: Tensor, saved: Saved, packed: Packed, rope: Rope, grads: Tensors) -> Tensor:
-        """dy [T or t, H] -> dx; adds this micro-batch's weight gradients into `grads` (fp32, `weights`' shapes)."""
+        """dy [T or t, H] -> dx; adds this micro-batch's weight gradients into `grads` (fp32, `weights`'
+        shapes)."""
         dx2 = dy + self._norm_backward(
             self._ffn_backward(dy, saved, packed, grads), saved.x2, saved.rstd2, "ffn_norm", packed, grads
         )
@@ -214,7 +216,8 @@ class Block:
     def _head_norm_backward(
         self, dn: Tensor, x: Tensor, rstd: Tensor, name: str, packed: Packed, grads: Tensors
     ) -> Tensor:
-        """qk-norm: one weight [d] for all heads; leaf w adds its own heads, tokens first, sample by sample."""
+        """qk-norm: one weight [d] for all heads; leaf w adds its own heads, tokens first, sample by
+        sample."""
         dx, rows = self.ops.rmsnorm_dx(dn, x, self.w[name], rstd)
         leaves = len(self.ctx.local_leaves)
         for start, stop in zip(packed.spans.offsets, packed.spans.offsets[1:]):
@@ -245,7 +248,8 @@ def gather_rows(context: ParallelContext, x: Tensor, packed: Packed) -> Tensor:
 
 
 def add_token_blocks(context: ParallelContext, rows: Tensor, packed: Packed, out: Tensor) -> None:
-    """Per-row weight gradients fp32 [T / tp, H] of this rank's token blocks -> out [L, H], sample by sample."""
+    """Per-row weight gradients fp32 [T / tp, H] of this rank's token blocks -> out [L, H], sample by
+    sample."""
     leaves, start = len(context.local_leaves), 0
     for n in packed.own_lengths:
         blocks = rows[start : start + n].view(leaves, n // leaves, -1)

@@ -1,4 +1,5 @@
-"""From the configuration to a ParallelContext: groups of every role, built once and in one order on all ranks."""
+"""From the configuration to a ParallelContext: groups of every role, built once and in one order on all
+ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def build_context(
     def reducer(group: Group, total: int) -> Reducer:
         if ordered:
             return OrderedReducer(group, split_contiguous(total, group.size))
-        return FastReducer(group)
+        return FastReducer(group, split_contiguous(total, group.size))
 
     return ParallelContext(
         ops=ops,

@@ -1,7 +1,8 @@
-"""A model chunk: the consecutive layers of one pipeline stage (or of one of its interleaved parts), with their weights.
+"""A model chunk: the consecutive layers of one pipeline stage (or of one of its interleaved parts), with
+their weights.
 
-Weights lie in one flat compute-dtype tensor (leafed parameters) and one flat fp32 tensor (replicated ones), so that
-resharding, the sharded optimizer and digests move ranges, not names.
+Weights lie in one flat compute-dtype tensor (leafed parameters) and one flat fp32 tensor (replicated ones),
+so that resharding, the sharded optimizer and digests move ranges, not names.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class ChunkRange:
 
 
 def chunk_ranges(num_layers: int, chunks: int, split: tuple[int, ...] = ()) -> list[ChunkRange]:
-    """Cut the layers into `chunks` consecutive parts: by `split`, or as even as it goes, larger parts first."""
+    """Cut the layers into `chunks` consecutive parts: by `split`, or as even as it goes, larger parts
+    first."""
     base, extra = divmod(num_layers, chunks)
     counts = split or tuple(base + (i < extra) for i in range(chunks))
     out, start = [], 0

@@ -12,6 +12,7 @@ from unirl_scale.comm.ordered import Reducer
 from unirl_scale.core.mesh import Coordinates, Mesh
 from unirl_scale.kernels.table import Nodes, OpTable
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
     """Everything a layer needs to know about its rank.

@@ -1,7 +1,8 @@
-"""Decoder: the actor with a key-value cache, on its own mesh. The layers, heads and kernels are those of training.
+"""Decoder: the actor with a key-value cache, on its own mesh. The layers, heads and kernels are those of
+training.
 
-Every op is row-invariant and attention walks the same key tiles from position 0, so the log-probability recorded when a token
-is sampled equals, bit for bit, the one the training forward computes for it later.
+Every op is row-invariant and attention walks the same key tiles from position 0, so the log-probability
+recorded when a token is sampled equals, bit for bit, the one the training forward computes for it later.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Decoder:
         caches, hidden = self._prefill(prompts)
         lengths = torch.tensor([len(p) for p in prompts], device=self.ctx.device)
         for position in range(max_new):
-            tokens, logprobs = self._sample(hidden, uniforms[batch.rows_tensor(self.ctx.device), position], options)
+            tokens, logprobs = self._sample(
+                hidden, uniforms[batch.rows_tensor(self.ctx.device), position], options
+            )
             keep = batch.record(tokens, logprobs)
             if not keep:
                 break
@@ -127,7 +130,9 @@ class Decoder:
 class _Batch:
     """Which samples are alive and what they said so far; host side."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], stops: Sequence[tuple[int, ...]], max_new: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], stops: Sequence[tuple[int, ...]], max_new: int
+    ) -> None:
         self.alive = list(range(len(prompts)))
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[Tensor]] = [[] for _ in prompts]

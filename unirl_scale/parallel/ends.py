@@ -1,8 +1,9 @@
 """The two ends of the model: vocabulary-parallel embedding, language-model head, value head.
 
-Log-probabilities: each vocabulary leaf gives (m, s, u) = (max x, sum e^(x-m), sum e^(x-m) (x-m)); every rank gathers the
-W triples of a row and finishes with the canonical tree, so that
-lse = M + log S, S = sum_w e^(m_w - M) s_w, entropy = log S - U / S, U = sum_w e^(m_w - M) (u_w + (m_w - M) s_w).
+Log-probabilities: each vocabulary leaf gives (m, s, u) = (max x, sum e^(x-m), sum e^(x-m) (x-m)); every rank
+gathers the W triples of a row and finishes with the canonical tree, so that
+lse = M + log S, S = sum_w e^(m_w - M) s_w, entropy = log S - U / S, U = sum_w e^(m_w - M) (u_w + (m_w - M)
+s_w).
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class LmHead:
         return self.ctx.ops.rmsnorm(x, self.norm, self.model.norm_eps)
 
     def score(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [R, L*v] here, targets int64 [R] -> (logprob, entropy, lse), fp32 [R], equal on all tp ranks."""
+        """logits [R, L*v] here, targets int64 [R] -> (logprob, entropy, lse), fp32 [R], equal on all tp
+        ranks."""
         local = self.vocab.local(targets)
         stats, picked = self.ctx.ops.vocab_stats(logits, len(self.vocab.valid), self.vocab.valid, local)
         stats = self.ctx.all_gather_leaves(stats)
@@ -128,9 +130,7 @@ class LmHead:
         lse = top + log_total
         return picked - lse, log_total - moment / total, lse
 
-    def forward(
-        self, x: Tensor, packed: Packed, inv_temperature: float
-    ) -> tuple[Tensor, Tensor, HeadSaved]:
+    def forward(self, x: Tensor, packed: Packed, inv_temperature: float) -> tuple[Tensor, Tensor, HeadSaved]:
         """x [T or t, H] -> (logprobs [R], entropy [R], saved)."""
         normed, rstd = self.normed(x)
         rows = gather_rows(self.ctx, normed, packed)[packed.score_rows]

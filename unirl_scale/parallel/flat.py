@@ -1,8 +1,8 @@
 """The flat space: every leaf of every parameter end to end, cut into blocks that nothing splits.
 
-A *segment* is one leaf of one parameter. A segment is cut into blocks of BLOCK elements from its own start (the last
-one may be short). Blocks are the atoms of the sharded optimizer, of the gradient norm and of digests, so none of
-these depends on who owns which block.
+A *segment* is one leaf of one parameter. A segment is cut into blocks of BLOCK elements from its own start
+(the last one may be short). Blocks are the atoms of the sharded optimizer, of the gradient norm and of
+digests, so none of these depends on who owns which block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Weight gradients of one chunk: fp32 accumulators a data slot, joined by the canonical tree over slots.
 
 One flat buffer a slot holds four regions:
-leafed parameters | tied head (the head's share of tied embeddings) | partial ([L, ...] of replicated ones) | whole.
-Samples add serially inside a slot; a finished slot is pushed into the streaming tree, so at most O(log D) buffers live.
+leafed parameters | tied head (the head's share of tied embeddings) | partial ([L, ...] of replicated ones) |
+whole. Samples add serially inside a slot; a finished slot is pushed into the streaming tree, so at most O(log
+D) buffers live.
 """
 
 from __future__ import annotations

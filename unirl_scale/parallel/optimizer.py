@@ -1,8 +1,8 @@
 """ZeRO-1 AdamW on one chunk (Rajbhandari et al. 2020; Loshchilov & Hutter 2019).
 
 Each data-parallel rank owns whole blocks of the flat leafed space and keeps their fp32 master weights and
-moments. Replicated parameters are small; every rank keeps and updates them whole. Element i of an update depends on
-element i alone, so who owns what changes no bit.
+moments. Replicated parameters are small; every rank keeps and updates them whole. Element i of an update
+depends on element i alone, so who owns what changes no bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Moments:
 
 @dataclass(slots=True)
 class Reduced:
-    """Gradient of one optimizer step after the reduction over data: this rank's shard, and the replicated part."""
+    """Gradient of one optimizer step after the reduction over data: this rank's shard, and the replicated
+    part."""
 
     shard: Tensor
     replicated: Tensor
@@ -85,7 +86,9 @@ class ChunkOptimizer:
         chunk.flat_replicated.copy_(self.replicated.master)
 
     # ---- reduction --------------------------------------------------------------------------------
-    def reduce(self, gradients: Gradients, tied_ranges: Sequence[range] | None) -> tuple[Reduced, Tensor | None]:
+    def reduce(
+        self, gradients: Gradients, tied_ranges: Sequence[range] | None
+    ) -> tuple[Reduced, Tensor | None]:
         """Sum over data slots, in order.
 
         Args:

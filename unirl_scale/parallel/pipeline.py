@@ -21,8 +21,8 @@ Objective = Callable[[int, Any], Any]
 class Mailbox:
     """Messages from the other pipeline ranks, received in the order their senders send them.
 
-    NCCL matches sends and receives on a communicator by order alone, so a message that is wanted later but was sent earlier
-    is received first and kept.
+    NCCL matches sends and receives on a communicator by order alone, so a message that is wanted later but
+    was sent earlier is received first and kept.
     """
 
     def __init__(

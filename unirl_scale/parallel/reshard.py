@@ -1,7 +1,8 @@
 """Moves weights between the meshes of one model, as bytes: training -> rollout, actor -> reference.
 
-The unit is one leaf of one parameter. Each receiver takes a unit from itself if it can, otherwise from one of the data-parallel
-replicas that hold it, spread by its own number. Both sides derive the same plan, so only payload travels.
+The unit is one leaf of one parameter. Each receiver takes a unit from itself if it can, otherwise from one of
+the data-parallel replicas that hold it, spread by its own number. Both sides derive the same plan, so only
+payload travels.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Holding:
         """Pipeline rank that owns a parameter."""
         last = len(self.ranges) - 1
         for number, layers in enumerate(self.ranges):
-            edge = (spec.layer == -1 and number == 0) or (spec.layer >= self.ranges[-1].stop and number == last)
+            edge = (spec.layer == -1 and number == 0) or (
+                spec.layer >= self.ranges[-1].stop and number == last
+            )
             if edge or layers.start <= spec.layer < layers.stop:
                 return number % self.mesh.pp
         raise AssertionError(f"{spec.name} is in no chunk")

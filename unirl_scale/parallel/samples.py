@@ -1,4 +1,5 @@
-"""How the samples of a minibatch become data slots and micro-batches. Plain Python, the same on every rank."""
+"""How the samples of a minibatch become data slots and micro-batches. Plain Python, the same on every
+rank."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class SlotPlan:
 
 
 def plan_slots(samples: Sequence[Sample], slots: int, dp: int, dp_rank: int, micro_batch: int) -> SlotPlan:
-    """Slot s of D holds the s-th contiguous part of the minibatch. A sample with an empty response has no loss: it
-    keeps its place in its slot and is never run, so its absence changes no bit of the others."""
+    """Slot s of D holds the s-th contiguous part of the minibatch. A sample with an empty response has no
+    loss: it keeps its place in its slot and is never run, so its absence changes no bit of the others."""
     parts = split_contiguous(len(samples), slots)
     mine = split_contiguous(slots, dp)[dp_rank]
     micros: list[tuple[int, ...]] = []

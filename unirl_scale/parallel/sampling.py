@@ -1,7 +1,8 @@
-"""Choosing the next token from logits, exactly: the choice depends on the logits' bits and one uniform number.
+"""Choosing the next token from logits, exactly: the choice depends on the logits' bits and one uniform
+number.
 
-Probabilities become integers (units of 2^-40), so that cumulative sums are exact in any order and no scan algorithm, batch
-size or device can move a choice.
+Probabilities become integers (units of 2^-40), so that cumulative sums are exact in any order and no scan
+algorithm, batch size or device can move a choice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: what each pipeline rank runs, in order, and which messages that sends.
 
-1F1B (Narayanan et al. 2019) and interleaved 1F1B (Narayanan et al. 2021): global chunk c lives on rank c mod pp.
-Backward visits the micro-batches of a chunk in the order of forward, which the serial accumulation of gradients needs.
+1F1B (Narayanan et al. 2019) and interleaved 1F1B (Narayanan et al. 2021): global chunk c lives on rank c mod
+pp. Backward visits the micro-batches of a chunk in the order of forward, which the serial accumulation of
+gradients needs.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def _plain(micros: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 def one_f_one_b(pp: int, vpp: int, micros: int) -> list[list[Step]]:
     """Steps of every pipeline rank.
 
-    The warm-up of rank r is pp - r - 1 forwards, or 2 (pp - r - 1) + (vpp - 1) pp when interleaved. If micro-batches do
-    not fill the last group of an interleaved schedule, ranks warm up further until the schedule cannot stall.
+    The warm-up of rank r is pp - r - 1 forwards, or 2 (pp - r - 1) + (vpp - 1) pp when interleaved. If
+    micro-batches do not fill the last group of an interleaved schedule, ranks warm up further until the
+    schedule cannot stall.
     """
     total = micros * vpp
     for extra in range(total + 1):

@@ -1,11 +1,12 @@
 """What parameters a transformer has, how each is cut into leaves, and how it is initialised.
 
-A *leafed* parameter is stored as a stack of leaves [L, ...]: leaf w holds the heads, FFN rows or vocabulary rows that
-the canonical tree calls leaf w, so that tensor parallelism moves whole leaves and no byte inside one.
-A *replicated* parameter is whole on every tensor-parallel rank. Its gradient is either `partial` (each rank sums
-its own leaves, [L, ...]; the tree over the W leaves finishes it) or computed whole everywhere.
+A *leafed* parameter is stored as a stack of leaves [L, ...]: leaf w holds the heads, FFN rows or vocabulary
+rows that the canonical tree calls leaf w, so that tensor parallelism moves whole leaves and no byte inside
+one. A *replicated* parameter is whole on every tensor-parallel rank. Its gradient is either `partial` (each
+rank sums its own leaves, [L, ...]; the tree over the W leaves finishes it) or computed whole everywhere.
 
-Initial values are keyed by (seed, logical name, row), so they do not depend on W, on the layout or on the rank.
+Initial values are keyed by (seed, logical name, row), so they do not depend on W, on the layout or on the
+rank.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Rows = Callable[[str, int, int, int, float], np.ndarray]
 class Part:
     """A logical (Hugging Face style) matrix or vector inside a parameter, concatenated along dim 0 of a leaf.
 
-    `cut` says which dim of the *logical* tensor [rows, cols] the leaves cut; `rows`, `cols` are its whole size
-    (cols 0 = a vector). Rows past `rows` of the last leaf are padding and stay 0.
+    `cut` says which dim of the *logical* tensor [rows, cols] the leaves cut; `rows`, `cols` are its whole
+    size (cols 0 = a vector). Rows past `rows` of the last leaf are padding and stay 0.
     """
 
     name: str
@@ -74,9 +75,7 @@ def vocab_rows_per_leaf(model: ModelConfig, leaves: int) -> int:
     return -(-model.vocab_size // leaves)
 
 
-def parameter_specs(
-    model: ModelConfig, leaves: int, head: Literal["lm", "value"]
-) -> tuple[ParamSpec, ...]:
+def parameter_specs(model: ModelConfig, leaves: int, head: Literal["lm", "value"]) -> tuple[ParamSpec, ...]:
     """All parameters of a model in canonical order (the order of the grad-norm tree and of digests)."""
     hidden, vocab = model.hidden_size, model.vocab_size
     v = vocab_rows_per_leaf(model, leaves)
@@ -86,7 +85,9 @@ def parameter_specs(
             layer=-1,
             shape=(v, hidden),
             leafed=True,
-            parts=(Part(name="embed_tokens.weight", rows=vocab, cols=hidden, cut="rows", std=model.init_std),),
+            parts=(
+                Part(name="embed_tokens.weight", rows=vocab, cols=hidden, cut="rows", std=model.init_std),
+            ),
         )
     ]
     for i in range(model.num_layers):
@@ -96,7 +97,9 @@ def parameter_specs(
     if head == "value":
         weight = Part(name="value_head.weight", rows=1, cols=hidden, cut="none", std=model.init_std)
         bias = Part(name="value_head.bias", rows=1, cols=0, cut="none", std=0.0)
-        specs.append(ParamSpec(name="value_head", layer=last, shape=(1, hidden), leafed=False, parts=(weight,)))
+        specs.append(
+            ParamSpec(name="value_head", layer=last, shape=(1, hidden), leafed=False, parts=(weight,))
+        )
         specs.append(
             ParamSpec(name="value_bias", layer=last, shape=(1,), leafed=False, decay=False, parts=(bias,))
         )
@@ -117,7 +120,11 @@ def _layer_specs(model: ModelConfig, leaves: int, i: int) -> list[ParamSpec]:
     hidden, d, std = model.hidden_size, model.head_dim, model.init_std
     out_std = std / math.sqrt(2 * model.num_layers)  # residual branches, as GPT-2 and Megatron scale them
     p = f"layers.{i}."
-    heads = {"q_proj": model.num_heads * d, "k_proj": model.num_kv_heads * d, "v_proj": model.num_kv_heads * d}
+    heads = {
+        "q_proj": model.num_heads * d,
+        "k_proj": model.num_kv_heads * d,
+        "v_proj": model.num_kv_heads * d,
+    }
     qkv_rows = sum(heads.values()) // leaves
     specs = [
         _norm(p + "attn_norm", i, hidden, p + "input_layernorm.weight"),
@@ -149,7 +156,9 @@ def _layer_specs(model: ModelConfig, leaves: int, i: int) -> list[ParamSpec]:
             shape=(hidden, attn_width // leaves),
             leafed=True,
             parts=(
-                Part(name=p + "self_attn.o_proj.weight", rows=hidden, cols=attn_width, cut="cols", std=out_std),
+                Part(
+                    name=p + "self_attn.o_proj.weight", rows=hidden, cols=attn_width, cut="cols", std=out_std
+                ),
             ),
         ),
         _norm(p + "ffn_norm", i, hidden, p + "post_attention_layernorm.weight"),

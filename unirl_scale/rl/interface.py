@@ -9,6 +9,7 @@ same bits whatever micro-batch it sits in. Weights turn per-token losses into *t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -87,17 +88,18 @@ class LossBatch:
 
     def rows(self, index: slice | Tensor, width: int | None = None) -> LossBatch:
         """The same batch cut down to these rows, and to its first `width` tokens."""
-        cut: dict[str, Any] = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            cut[field.name] = None if tensor is None else tensor[index][:, :width]
-        return LossBatch(**cut)
+        return self._mapped(lambda t: t[index][:, :width])
 
     def to(self, device: torch.device) -> LossBatch:
         """The same batch on another device."""
-        return LossBatch(
-            **{f.name: None if (t := getattr(self, f.name)) is None else t.to(device) for f in fields(self)}
-        )
+        return self._mapped(lambda t: t.to(device))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> LossBatch:
+        new: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            new[field.name] = None if tensor is None else change(tensor)
+        return LossBatch(**new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

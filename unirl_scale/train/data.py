@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.load import read_options
 from unirl_scale.train.data_order import prompts_at
-from unirl_scale.train.tasks import TASKS, build
 from unirl_scale.train.tasks.interface import Prompt, Split, Task
 from unirl_scale.train.tasks.prompt_fit import fit_prompts, fit_targets
+from unirl_scale.train.tasks.tasks import TASKS, build
 
 
 @dataclass(frozen=True, slots=True)

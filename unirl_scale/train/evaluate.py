@@ -11,7 +11,8 @@ SOLVED = 1.0 - 1e-9  # task verifiers give 1.0 for a right answer and may give p
 
 
 def evaluate(roles: Roles, data: PromptSource, cfg: RunConfig, step: int) -> dict[str, float]:
-    """`eval/accuracy` (share of prompts with full reward) and `eval/reward` (mean). Collective over the world."""
+    """`eval/accuracy` (share of prompts with full reward) and `eval/reward` (mean). Collective over the
+    world."""
     prompts = data.first(cfg.eval.num_prompts)
     roles.refresh_rollout()
     draw = Draw(

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def slot_owners(mesh: Mesh, slots: int, samples: int) -> list[int]:
-    """For each sample of a minibatch, the rank that holds its scores: tp 0 of the last stage of its dp rank."""
+    """For each sample of a minibatch, the rank that holds its scores: tp 0 of the last stage of its dp
+    rank."""
     owners = [0] * samples
     parts = split_contiguous(samples, slots)
     for dp, held in enumerate(split_contiguous(slots, mesh.dp)):

@@ -1,4 +1,5 @@
-"""One optimizer step of one role: accumulate, reduce, digest, clip, update; the report is the same on every rank."""
+"""One optimizer step of one role: accumulate, reduce, digest, clip, update; the report is the same on every
+rank."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class LearnReport:
 
 
 def learning_rate(cfg: OptimConfig, step: int, total: int) -> float:
-    """Linear warm-up from 0, then constant, linear or cosine decay to min_lr at `total`; `step` counts from 0."""
+    """Linear warm-up from 0, then constant, linear or cosine decay to min_lr at `total`; `step` counts from
+    0."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     span = max(total - cfg.warmup_steps, 1)
@@ -60,12 +62,12 @@ def learn(
     digest: bool,
     before_reduce: Callable[[], None] = lambda: None,
 ) -> LearnReport:
-    """Collective over the world; ranks outside the role's mesh only receive the report. At least one sample has a
-    response.
+    """Collective over the world; ranks outside the role's mesh only receive the report. At least one sample
+    has a response.
 
     Args:
-        before_reduce: called on every rank once its gradients are there, before a collective over the world and
-            before any weight or moment changes.
+        before_reduce: called on every rank once its gradients are there, before a collective over the world
+            and before any weight or moment changes.
     """
     engine = role.engine
     results = engine.accumulate(samples, loss) if engine is not None else MicroResults()
@@ -120,7 +122,9 @@ def _diagnostic_names(loss: EngineLoss, sample: int, scores: int) -> list[str]:
 
 
 def hash_tensor(t: Tensor) -> str:
-    return hashlib.sha256(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def hash_float(value: float) -> str:

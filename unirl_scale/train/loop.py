@@ -89,8 +89,9 @@ def _agree(world: Group, task: Task) -> None:
     other = [rank for rank, value in zip(world.ranks, prints) if value != prints[0]]
     if other:
         raise ConfigError(
-            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} and "
-            f"{prints[0][:12]}); every rank must read the same; hint: the same files and package versions on every host"
+            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} "
+            f"and {prints[0][:12]}); every rank must read the same; "
+            "hint: the same files and package versions on every host"
         )
 
 

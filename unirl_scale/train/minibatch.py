@@ -32,7 +32,9 @@ class Minibatch:
     weights: Weights
 
     def token_loss(
-        self, loss: Callable[[tuple[Tensor, ...], LossBatch], tuple[Tensor, dict[str, Tensor]]], weights: Tensor
+        self,
+        loss: Callable[[tuple[Tensor, ...], LossBatch], tuple[Tensor, dict[str, Tensor]]],
+        weights: Tensor,
     ) -> TokenLoss:
         """The engine's objective: rows of the minibatch, cut to the micro-batch's width, weighted."""
 
@@ -65,7 +67,8 @@ def minibatches(
     seed: int,
     step: int,
 ) -> Iterator[Minibatch]:
-    """Every epoch visits each sample once, whole groups together, in an order keyed by (seed, step, epoch)."""
+    """Every epoch visits each sample once, whole groups together, in an order keyed by (seed, step,
+    epoch)."""
     size = stage.minibatch_size or stage.batch_size
     trains = batch.mask.any(dim=1).tolist()
     for epoch in range(stage.epochs):
@@ -77,7 +80,8 @@ def minibatches(
             rows = batch.rows(torch.tensor(numbers))
             yield Minibatch(
                 samples=tuple(
-                    Sample(trajectory.prompts[i], trajectory.responses[i] if trains[i] else ()) for i in numbers
+                    Sample(trajectory.prompts[i], trajectory.responses[i] if trains[i] else ())
+                    for i in numbers
                 ),
                 batch=rows,
                 weights=algorithm.weights(rows.mask),

@@ -51,8 +51,8 @@ class Draw:
 def sample(
     roles: Roles, draw: Draw, cfg: RolloutConfig, stops: Sequence[tuple[int, ...]], judge: Judge
 ) -> list[Judged]:
-    """Generate one response a sample. The rollout mesh's data-parallel ranks take consecutive samples; rewards are
-    computed where the responses are. Collective over the world."""
+    """Generate one response a sample. The rollout mesh's data-parallel ranks take consecutive samples;
+    rewards are computed where the responses are. Collective over the world."""
     mesh = roles.meshes["rollout"]
     parts = split_contiguous(len(draw.prompts), mesh.dp)
     mine: list[Judged] | None = None

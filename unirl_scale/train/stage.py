@@ -103,9 +103,7 @@ class StageRunner:
         prompts = [p for p in prompts for _ in range(group)]
         ids = range(state.samples_seen, state.samples_seen + len(prompts))
         self.roles.refresh_rollout()
-        draw = Draw(
-            prompts=[p.tokens for p in prompts], sample_ids=ids, seed=self.cfg.seed, step=state.step
-        )
+        draw = Draw(prompts=[p.tokens for p in prompts], sample_ids=ids, seed=self.cfg.seed, step=state.step)
         judged = sample(
             self.roles,
             draw,
@@ -137,9 +135,7 @@ class StageRunner:
         )
 
     # ---- scores -----------------------------------------------------------------------------------
-    def _score(
-        self, trajectory: Trajectory, state: TrainState, log: StepLog
-    ) -> tuple[Scored, Tensor | None]:
+    def _score(self, trajectory: Trajectory, state: TrainState, log: StepLog) -> tuple[Scored, Tensor | None]:
         """Log-probs of the actor before its first update, values, reference log-probs."""
         samples = [Sample(p, r) for p, r in zip(trajectory.prompts, trajectory.responses)]
         width = trajectory.width
@@ -173,9 +169,7 @@ class StageRunner:
         return float(torch.where(mask, (sampled - old).abs(), torch.zeros_like(old)).max())
 
     # ---- updates ----------------------------------------------------------------------------------
-    def _learn(
-        self, trajectory: Trajectory, batch: LossBatch, state: TrainState, log: StepLog
-    ) -> TrainState:
+    def _learn(self, trajectory: Trajectory, batch: LossBatch, state: TrainState, log: StepLog) -> TrainState:
         reports: dict[str, list[tuple[LearnReport, int]]] = {}
         for minibatch in minibatches(
             trajectory, batch, self.algorithm, self.stage, self.cfg.seed, state.step
@@ -200,7 +194,9 @@ class StageRunner:
                 else:
                     state = replace(state, skipped_steps=state.skipped_steps + 1)
                     names = ", ".join(report.result.nonfinite[:4])
-                    log.warnings.append(f"optimizer step {number}: {role.name} gradient not finite in {names}; skipped")
+                    log.warnings.append(
+                        f"optimizer step {number}: {role.name} gradient not finite in {names}; skipped"
+                    )
             state = replace(state, optimizer_steps=number)
         log.digests = {n: d for n, d in log.digests.items() if d}
         log.metrics |= _summary(reports)
@@ -212,7 +208,9 @@ class StageRunner:
         optim = self.stage.critic_optim if critic else self.stage.optim
         lr = learning_rate(optim, state.stage_step, self.stage.num_steps)
         loss = minibatch.critic_loss(self.algorithm) if critic else minibatch.actor_loss(self.algorithm)
-        return learn(role, minibatch.samples, loss, optim, lr, digest=digest, before_reduce=self.before_reduce)
+        return learn(
+            role, minibatch.samples, loss, optim, lr, digest=digest, before_reduce=self.before_reduce
+        )
 
 
 def _batch_digests(batch: LossBatch) -> dict[str, str]:

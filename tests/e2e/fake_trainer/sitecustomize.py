@@ -114,6 +114,9 @@ def module(name: str, **contents: Any) -> None:
     vars(sys.modules[name]).update(contents)
 
 
-module("unirl_scale.rl.algorithms", ALGORITHMS={"ppo": FakePpo, "sft": FakePpo})
-module("unirl_scale.train.tasks", TASKS={"fake": FakeTask})
+ALGORITHMS = {"ppo": FakePpo, "sft": FakePpo}
+module(
+    "unirl_scale.rl.algorithms", ALGORITHMS=ALGORITHMS, build=lambda name, options: ALGORITHMS[name](options)
+)
+module("unirl_scale.train.tasks.tasks", TASKS={"fake": FakeTask})
 module("unirl_scale.train.loop", run=run)

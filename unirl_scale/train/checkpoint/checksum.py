@@ -1,9 +1,10 @@
 """One word of evidence a chunk: fast enough to be on by default on every tier.
 
-A chunk is seen as a matrix of 64-bit words. The sums of its rows and of its columns, modulo 2^64, are a product code of two
-parity codes (Elias 1954): a change of up to three words leaves some row or column with exactly one changed word, whose
-sum then differs, whatever the change. SHA-256 folds the sums, their order included, into 64 bits. The sums
-run at memory speed; hashing every byte would be eight times slower than copying it.
+A chunk is seen as a matrix of 64-bit words. The sums of its rows and of its columns, modulo 2^64, are a
+product code of two parity codes (Elias 1954): a change of up to three words leaves some row or column with
+exactly one changed word, whose sum then differs, whatever the change. SHA-256 folds the sums, their order
+included, into 64 bits. The sums run at memory speed; hashing every byte would be eight times slower than
+copying it.
 """
 
 from __future__ import annotations

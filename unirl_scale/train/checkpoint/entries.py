@@ -1,11 +1,12 @@
 """What a rank holds, named without its layout, and who writes what.
 
-An *entry* is a range of elements inside one leaf of one stored parameter. Ranges, not ranks, are what a save is made
-of, so a rank of any other layout finds what it needs by asking for ranges. A *slab* is a flat tensor in which
-entries lie end to end: a save copies slabs, a handful a rank, and only the index knows the thousands of entries.
+An *entry* is a range of elements inside one leaf of one stored parameter. Ranges, not ranks, are what a save
+is made of, so a rank of any other layout finds what it needs by asking for ranges. A *slab* is a flat tensor
+in which entries lie end to end: a save copies slabs, a handful a rank, and only the index knows the thousands
+of entries.
 
-Every entry has one writer: leafed state is sharded over data-parallel ranks already, replicated parameters are
-written by the first tensor- and data-parallel rank of their stage.
+Every entry has one writer: leafed state is sharded over data-parallel ranks already, replicated parameters
+are written by the first tensor- and data-parallel rank of their stage.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def whole_spans(model: ModelConfig, head: Head, leaves: int) -> dict[tuple[str, 
 def engine_slabs(role: str, engine: NativeEngine) -> Iterator[Slab]:
     """The slabs of a role on this rank: views, so reading into them sets the state.
 
-    A frozen engine has its whole compute weights on every data-parallel rank; its slab is this rank's share of
-    them, and `gather_frozen` makes them whole again after a load.
+    A frozen engine has its whole compute weights on every data-parallel rank; its slab is this rank's share
+    of them, and `gather_frozen` makes them whole again after a load.
     """
     spans = chunk_spans(engine.model, engine.head, engine.mesh, engine.ctx.leaves, engine.ctx.at)
     for number, (chunk, held) in enumerate(zip(engine.chunks, spans, strict=True)):

@@ -40,7 +40,7 @@ class Keeping:
         return self._link.keeper
 
     def replicate(self, record: Manifest, data: Sequence[Tensor]) -> int:
-        """One exchange with the keeper and the wards, all of which take the same snapshot; returns bytes sent.
+        """One exchange with the keeper and the wards, which all take the same snapshot; returns bytes sent.
 
         Raises:
             CommError: a rank at either end is gone.
@@ -86,7 +86,7 @@ class Keeping:
         return buffer
 
     def _frozen_buffer(self, ward: _Ward, rank: int, part: Part) -> Buffer:
-        for version in [v for v in ward.frozen][:-1]:  # the last one belongs to the replica that is whole
+        for version in list(ward.frozen)[:-1]:  # the last one belongs to the replica that is whole
             ward.frozen.pop(version).remove()
         buffer = self._allocate(rank, part.version, part.num_bytes)
         ward.frozen[part.version] = buffer

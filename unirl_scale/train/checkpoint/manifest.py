@@ -1,4 +1,4 @@
-"""What a save consists of: its head, equal on all ranks, and the parts its ranks wrote. Sealed JSON, no pickle."""
+"""What a save consists of: a head, equal on all ranks, and the parts its ranks wrote. Sealed JSON."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,23 @@ from torch import Tensor
 
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
+
+
+_RECORD = re.compile(r"(?:own|replica)-(\d+)\.(?:\d+)\.\d+\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord:
+    """A whole buffer: one rank's part of a snapshot.
+
+    Attributes:
+        rank: whose state it is.
+        manifest: its parts name files of `folder`.
+    """
+
+    folder: Path
+    rank: int
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +74,17 @@ class MemoryFolder:
         """A buffer's path; `owner` is "own" or "replica"."""
         return self.path / f"{owner}-{rank:05d}.{incarnation:04d}.{slot}"
 
-    def records(self, run: str) -> Iterator[tuple[Path, Manifest]]:
-        """(folder, record) of every whole buffer of the run on this host. Other runs' and damaged records are
-        passed over: a record says nothing about bytes that nobody can check."""
+    def records(self, run: str) -> Iterator[MemoryRecord]:
+        """Every whole buffer of the run on this host. Damaged records are passed over: without one, nobody can
+        check the bytes."""
         for file in sorted(self.root.glob("*/*.json")):
+            match = _RECORD.fullmatch(file.name)
             try:
                 record = read_manifest(file.read_bytes(), str(file))
             except (CheckpointError, OSError):
                 continue
-            if record.head.run == run:
-                yield file.parent, record
+            if match is not None and record.head.run == run:
+                yield MemoryRecord(folder=file.parent, rank=int(match[1]), manifest=record)
 
     def clear_older(self, incarnation: int) -> None:
         """Remove what earlier incarnations left on this host."""
@@ -76,10 +96,8 @@ class MemoryFolder:
     def clear(self) -> None:
         """Remove this node's buffers; those in use live on for who has them mapped."""
         shutil.rmtree(self.path, ignore_errors=True)
-        try:
+        with suppress(OSError):  # another node of this host is still there
             self.root.rmdir()
-        except OSError:
-            pass  # another node of this host is still there
 
 
 class Buffer:
@@ -90,8 +108,8 @@ class Buffer:
         pinned: page-locked, so that a GPU can copy to it by itself.
 
     Raises:
-        CheckpointError: the memory file system has no room. Pages are reserved here: a write without room would
-            kill the process later.
+        CheckpointError: the memory file system has no room. Pages are reserved here: a write without room
+            would kill the process later.
     """
 
     def __init__(self, path: Path | None, num_bytes: int, *, pinned: bool = False) -> None:
@@ -121,9 +139,10 @@ def _reserve(path: Path, size: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free
+        reason = (error.strerror or type(error).__name__).lower()
         raise CheckpointError(
-            f"checkpoint.memory_dir: got {path.parent} with {free} bytes free; a snapshot buffer needs {size} "
-            f"({(error.strerror or type(error).__name__).lower()}); hint: checkpoint.snapshot_every=0, or a larger tmpfs"
+            f"checkpoint.memory_dir: got {path.parent} with {free} bytes free; a snapshot buffer needs "
+            f"{size} ({reason}); hint: checkpoint.snapshot_every=0, or a larger tmpfs"
         ) from None
     finally:
         os.close(descriptor)

@@ -88,7 +88,7 @@ def _sources(
             continue
         if stored.dtype != dtype:
             raise CheckpointError(
-                f"{entry.key}: got {stored.dtype} in the save; needs {dtype}; hint: the precision of the saved run"
+                f"{entry.key}: got {stored.dtype} in the save; needs {dtype}; hint: the saved run's precision"
             )
         if start > position:
             break

@@ -16,10 +16,10 @@ BUCKET_BYTES = 64 << 20
 
 
 def replica_keepers(nodes: Sequence[str], racks: Mapping[str, str] | None = None) -> list[int | None]:
-    """For each rank, the rank that keeps its replica: on another node always, in another rack where there is one.
+    """For each rank, who keeps its replica: always another node, in another rack where there is one.
 
-    Nodes stand in a circle in which neighbours change racks as often as they can; a rank's replica goes to the
-    rank of the same local index on the first node ahead that is of another rack.
+    Nodes stand in a circle in which neighbours change racks as often as they can; a rank's replica goes to
+    the rank of the same local index on the first node ahead that is of another rack.
 
     Args:
         nodes: node of each rank.

@@ -160,7 +160,7 @@ class Checkpointer:
             self.session.memory.clear()
 
     def save_newest(self, deadline_s: float) -> bool:
-        """Make the newest whole snapshot durable before the process must go; not collective, but every rank calls it.
+        """Make the newest whole snapshot durable before the process must go. Every rank calls it; no collective.
 
         Returns:
             Whether this rank's part is durable (on rank 0: the save).
@@ -274,7 +274,7 @@ class Checkpointer:
         if slow:
             self.failed_saves += 1
             self._warnings.append(
-                f"step {step}: checkpoint skipped, step {answers[slow[0]]} is still being written by ranks {slow[:8]}"
+                f"step {step}: checkpoint skipped, ranks {slow[:8]} still write that of step {answers[slow[0]]}"
             )
         return not slow
 

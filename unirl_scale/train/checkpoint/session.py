@@ -1,4 +1,4 @@
-"""What all ranks agree on before anything is saved or restored: the run, this start of it, and who is where."""
+"""What all ranks agree on before anything is saved or restored: the run, this start of it, who is where."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def open_session(cfg: RunConfig, world: Group, info: RankInfo) -> Session:
     blind = [rank for rank, ok in enumerate(world.all_gather_object(_sees(store, run))) if not ok]
     if blind:
         raise CheckpointError(
-            f"checkpoint.dir: got {store.path}, which ranks {blind[:8]} do not share with rank 0; must be on storage "
-            f"that every rank sees; hint: nodes {sorted({nodes[r] for r in blind})[:4]} need the mount"
+            f"checkpoint.dir: got {store.path}, which ranks {blind[:8]} do not share with rank 0; "
+            "must be on storage that every rank sees; "
+            f"hint: nodes {sorted({nodes[r] for r in blind})[:4]} need the mount"
         )
     return Session(
         run=run,

@@ -1,7 +1,7 @@
 """A shard: one safetensors file with one rank's entries, in memory and on disk alike.
 
-The file is the safetensors format (8 bytes of header length, a JSON header, tensors end to end), so that any tool opens it.
-What the format lacks, checksums, is kept beside it in a `Part`.
+The file is the safetensors format (8 bytes of header length, a JSON header, tensors end to end), so that any
+tool opens it. What the format lacks, checksums, is kept beside it in a `Part`.
 """
 
 from __future__ import annotations

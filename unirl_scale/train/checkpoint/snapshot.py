@@ -1,9 +1,9 @@
-"""Snapshots of one rank: copied off the training thread, checked, replicated, and kept where a crash leaves them.
+"""Snapshots of one rank: copied off the training thread, summed, replicated, kept where a crash leaves them.
 
-`take` starts a copy and returns; the state must then stay as it is until `fence`, which the loop calls before the
-first gradient reduction of the next step. A rank that comes out of that reduction therefore knows that *all* ranks hold
-the snapshot of the step before, replicas included, and may overwrite the one before that: two buffers suffice, and
-a rank that dies at any moment leaves a snapshot that every other rank has as well.
+`take` starts a copy and returns; the state must then stay as it is until `fence`, which the loop calls before
+the first gradient reduction of the next step. A rank that comes out of that reduction therefore knows that
+*all* ranks hold the snapshot of the step before, replicas included, and may overwrite the one before that:
+two buffers suffice, and a rank that dies at any moment leaves a snapshot that every other rank has as well.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Snapshots:
     """Buffers of one rank, and the thread that fills them.
 
     Args:
-        folder: where buffers outlive the process; None for private memory, from which only a save can be made.
+        folder: where buffers outlive the process; None for private memory, which only serves saves.
         slots: how many snapshots there is room for; with one, the newest is overwritten.
         keeping: where replicas go and come from, or None.
         device: of the training state.

@@ -91,7 +91,7 @@ class Store:
         return file.read_text().strip() if file.exists() else None
 
     def claim_incarnation(self, who: str) -> int:
-        """Count this start of the run. Unique whoever else starts at the same moment; the larger owns the directory.
+        """Count this start of the run; unique whoever else starts now. The largest owns the directory.
 
         Args:
             who: host and process, for people.
@@ -121,7 +121,7 @@ class Store:
         newest = self.incarnation()
         if newest != incarnation:
             raise CheckpointError(
-                f"{self.path}: incarnation {incarnation} is fenced off by {newest}; a later start of this run owns it"
+                f"{self.path}: incarnation {incarnation} is fenced off; {newest}, a later start, owns this run"
             )
 
     # ---- after a save ---------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Store:
         write_durably(self.path / LATEST, f"{name}\n".encode())
 
     def prune(self, keep: int, incarnation: int) -> list[SaveName]:
-        """Delete what is older than the newest `keep` durable saves, and half-written saves of dead incarnations.
+        """Delete saves older than the newest `keep` durable ones, and half-written ones of dead incarnations.
 
         A save counts as kept only while its manifest and file lengths hold, so damaged ones never push out
         the only good one. The manifest goes first: a half-deleted save is a half-written one.

@@ -1,10 +1,12 @@
 """The thread that makes one rank's part of a save durable, and on rank 0 the save as a whole.
 
     every rank    write its files, fsync, read them back from the device, compare, then leave its record
-    rank 0        wait for all records, check that they tile the state, manifest by rename, `latest`, retention
+    rank 0        wait for all records, check that they tile the state, manifest by rename,
+                  `latest`, retention
 
-Ranks meet through files alone, so that a save needs no collective while training runs: a rank that fails leaves
-`.failed`, a rank that dies leaves nothing, and rank 0 stops waiting at the deadline. A failed save is removed.
+Ranks meet through files alone, so that a save needs no collective while training runs: a rank that fails
+leaves `.failed`, a rank that dies leaves nothing, and rank 0 stops waiting at the deadline. A failed save is
+removed.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class GivenUpError(CheckpointError):
 
 
 class SaveThread:
-    """Runs one job; never raises into the training loop. Calls `release` when it reads no more from its files' data.
+    """Runs one job; never raises into the training loop. Calls `release` once it reads no more of its data.
 
     Attributes:
         error: why it failed, "" while it has not.
