@@ -27,7 +27,6 @@ from torch import Tensor
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
 
-
 _RECORD = re.compile(r"(?:own|replica)-(\d+)\.(?:\d+)\.\d+\.json")
 
 

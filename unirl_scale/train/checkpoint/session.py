@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from unirl_scale.comm.groups import Group
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.train.checkpoint.memory import MemoryFolder
+from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.checkpoint.store import Store
 
 
@@ -32,11 +32,6 @@ class Session:
     nodes: tuple[str, ...]
     store: Store
     memory: MemoryFolder
-
-
-def checkpoint_dir(cfg: RunConfig) -> Path:
-    """Where durable checkpoints go."""
-    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else Path(cfg.run_dir) / "checkpoints"
 
 
 def open_session(cfg: RunConfig, world: Group, info: RankInfo) -> Session:

@@ -14,34 +14,14 @@ Steps and incarnations decide what is newest; clocks do not.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, require_whole
-
-_NAME = re.compile(r"step-(\d{10})\.(\d{4,})")
-MANIFEST, LATEST, RUN, INCARNATIONS = "manifest.json", "latest", "run", "incarnations"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SaveName:
-    """A save's directory; ordered by step, then incarnation."""
-
-    step: int
-    incarnation: int
-
-    def __str__(self) -> str:
-        return f"step-{self.step:010d}.{self.incarnation:04d}"
-
-    @classmethod
-    def parse(cls, text: str) -> SaveName | None:
-        match = _NAME.fullmatch(text)
-        return cls(int(match[1]), int(match[2])) if match else None
+from unirl_scale.train.checkpoint.names import INCARNATIONS, LATEST, MANIFEST, RUN, SaveName, save_names
 
 
 class Store:
@@ -55,10 +35,7 @@ class Store:
 
     def names(self) -> list[SaveName]:
         """All save directories, half-written ones too, newest first."""
-        if not self.path.is_dir():
-            return []
-        found = (SaveName.parse(item.name) for item in self.path.iterdir())
-        return sorted((name for name in found if name is not None), reverse=True)
+        return save_names(self.path)
 
     def durable(self) -> Iterator[tuple[SaveName, Manifest]]:
         """Saves with a sound manifest and every file at its full length, newest first."""

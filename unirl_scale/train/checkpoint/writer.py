@@ -25,9 +25,10 @@ from torch import Tensor
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.checksum import chunk_sum
 from unirl_scale.train.checkpoint.manifest import Head, Manifest, manifest_bytes, merged, read_manifest
+from unirl_scale.train.checkpoint.names import SaveName
 from unirl_scale.train.checkpoint.reading import ChunkFile
 from unirl_scale.train.checkpoint.shard import Part
-from unirl_scale.train.checkpoint.store import SaveName, Store, fsync_folder, write_durably
+from unirl_scale.train.checkpoint.store import Store, fsync_folder, write_durably
 
 # Called at labelled points of a save with the label; tests inject faults through it.
 Probe = Callable[[str], None]
