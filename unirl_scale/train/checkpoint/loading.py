@@ -1,8 +1,8 @@
 """A source -> the state of every rank, whatever the layouts; collective.
 
-A rank opens what its node can open. The rest it asks for, by chunk: every rank derives from the requests who serves
-whom, and bytes move in bounded rounds. A damaged place is dropped and the next one tried; when a file has no
-place left, every rank raises, together.
+A rank opens what its node can open. The rest it asks for, by chunk: every rank derives from the requests who
+serves whom, and bytes move in bounded rounds. A damaged place is dropped and the next one tried; when a file
+has no place left, every rank raises, together.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class Loader:
             left, bad = self._far(left)
             self._drop(bad)
             self._agree(self._hopeless(left))
-        return Loaded(
-            near_bytes=self.near_bytes, far_bytes=self.far_bytes, complaints=tuple(self.complaints)
-        )
+        return Loaded(near_bytes=self.near_bytes, far_bytes=self.far_bytes, complaints=tuple(self.complaints))
 
     # ---- agreement ------------------------------------------------------------------------------------
     def _agree(self, error: str) -> None:

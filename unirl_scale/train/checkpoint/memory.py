@@ -74,8 +74,8 @@ class MemoryFolder:
         return self.path / f"{owner}-{rank:05d}.{incarnation:04d}.{slot}"
 
     def records(self, run: str) -> Iterator[MemoryRecord]:
-        """Every whole buffer of the run on this host. Damaged records are passed over: without one, nobody can
-        check the bytes."""
+        """Every whole buffer of the run on this host. Damaged records are passed over: without one, nobody
+        can check the bytes."""
         for file in sorted(self.root.glob("*/*.json")):
             match = _RECORD.fullmatch(file.name)
             try:

@@ -103,7 +103,8 @@ def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: 
 def _candidates(
     cfg: RunConfig, session: Session, world: Group, notes: list[str]
 ) -> Iterator[tuple[Source, bool]]:
-    """(source, whether it lies in memory), newest first, the same on every rank; each `next` is collective."""
+    """(source, whether it lies in memory), newest first, the same on every rank; each `next` is
+    collective."""
     memory = memory_sources(session, world)
     below = None
     while True:

@@ -160,7 +160,8 @@ class Checkpointer:
             self.session.memory.clear()
 
     def save_newest(self, deadline_s: float) -> bool:
-        """Make the newest whole snapshot durable before the process must go. Every rank calls it; no collective.
+        """Make the newest whole snapshot durable before the process must go. Every rank calls it; no
+        collective.
 
         Returns:
             Whether this rank's part is durable (on rank 0: the save).

@@ -85,7 +85,8 @@ def newest_on_disk(store: Store, below: When | None = None) -> tuple[Source | No
 
 
 def shared_disk_source(world: Group, source: Source | None) -> Source | None:
-    """Rank 0's choice on every rank, by the bytes of its manifest, so that nobody trusts what it sees itself."""
+    """Rank 0's choice on every rank, by the bytes of its manifest, so that nobody trusts what it sees
+    itself."""
     head = None
     if world.index == 0 and source is not None:
         site = next(iter(source.sites.values()))[0]
