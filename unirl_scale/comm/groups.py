@@ -307,8 +307,8 @@ class GroupFactory:
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
             channel: the same list on another channel is another communicator.
-            host: over Gloo and in host memory, whatever the world's backend is; for threads that must not touch
-                the accelerator's communicators. Give such groups a channel of their own.
+            host: over Gloo and in host memory, whatever the world's backend is; for threads that must not
+                touch the accelerator's communicators. Give such groups a channel of their own.
 
         Returns:
             Rank list -> group, for the lists that hold this rank.
@@ -332,9 +332,7 @@ class GroupFactory:
         handle = None
         if len(ranks) > 1:
             with failures_as_comm_errors("new_group", ranks):
-                handle = dist.new_group(
-                    list(ranks), timeout=self._timeout, backend="gloo" if host else None
-                )
+                handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo" if host else None)
         if self.rank not in ranks:
             return None
         device = _CPU if host else self.world.device
