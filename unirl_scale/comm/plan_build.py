@@ -52,6 +52,7 @@ def make_plan(
     *,
     on_degraded: OnDegraded = "exclude",
     devices_per_node: int | None = None,
+    role_names: Sequence[str] | None = None,
 ) -> Plan:
     """Plan every role of the run.
 
@@ -61,6 +62,7 @@ def make_plan(
         assumptions: transport, accelerator, measured layer times; None = guessed from the vendor.
         on_degraded: leave degraded devices out, refuse them, or use them.
         devices_per_node: for files that do not say.
+        role_names: of actor, critic, reference and rollout; None = all. An algorithm may lack a critic.
 
     Returns:
         The same plan for the same input, on every machine.
@@ -71,7 +73,7 @@ def make_plan(
     full = resolve(cfg)
     told = assumptions or Assumptions(transport=_transport(cfg))
     machine = survey(topology, on_degraded=on_degraded, devices_per_node=devices_per_node)
-    roles = roles_of(full)
+    roles = [r for r in roles_of(full) if role_names is None or r.name in role_names]
     placement = place_all(
         machine,
         [(r.name, r.mesh) for r in roles],
