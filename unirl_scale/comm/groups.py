@@ -294,9 +294,11 @@ class GroupFactory:
         self.world = world
         self.rank, self.world_size = world.ranks[world.index], world.size
         self._timeout = timeout
-        self._built: dict[tuple[int, ...], Group | None] = {world.ranks: world}
+        self._built: dict[tuple[str, tuple[int, ...]], Group | None] = {("", world.ranks): world}
 
-    def build_groups(self, rank_lists: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Group]:
+    def build_groups(
+        self, rank_lists: Iterable[Sequence[int]], channel: str = ""
+    ) -> dict[tuple[int, ...], Group]:
         """Create the process groups of these lists; collective over the world.
 
         Every rank gives the same lists, in any order: they are made in sorted order. Torch names a group by
@@ -304,6 +306,7 @@ class GroupFactory:
 
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
+            channel: the same list on another channel is another communicator.
 
         Returns:
             Rank list -> group, for the lists that hold this rank.
@@ -318,9 +321,9 @@ class GroupFactory:
                     f"group of ranks {list(ranks)}: needs ascending ranks in 0..{self.world_size - 1}"
                 )
         for ranks in wanted:
-            if ranks not in self._built:
-                self._built[ranks] = self._create(ranks)
-        mine = ((ranks, self._built[ranks]) for ranks in wanted)
+            if (channel, ranks) not in self._built:
+                self._built[channel, ranks] = self._create(ranks)
+        mine = ((ranks, self._built[channel, ranks]) for ranks in wanted)
         return {ranks: group for ranks, group in mine if group is not None}
 
     def _create(self, ranks: tuple[int, ...]) -> Group | None:

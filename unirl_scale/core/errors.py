@@ -35,5 +35,5 @@ class CheckpointError(UniRLError, RuntimeError):
     """A checkpoint is missing, damaged or does not belong to this run."""
 
 
-class MembershipChanged(UniRLError, RuntimeError):
+class MembershipChanged(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
     """The set of live ranks changed; the loop must be entered again on a new mesh."""

@@ -53,6 +53,9 @@ def parse_config(
     reader = TypedReader(RunConfig, plugins or {})
     cfg = reader.read_dataclass(RunConfig, tree, "")
     raise_all([*problems, *reader.problems], name)
+    # Once more with everything spelt out: a plug-in that the file leaves to its default has options too.
+    cfg = reader.read_dataclass(RunConfig, to_plain(cfg), "")
+    raise_all(reader.problems, name)
     return cast(RunConfig, cfg)
 
 

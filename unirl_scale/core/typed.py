@@ -180,7 +180,8 @@ class TypedReader:
             if value == option and type(value) is type(option):
                 return option
         names = [str(option) for option in legal]
-        return self._wrong(path, value, f"one of {', '.join(names)}", name_hint(str(value), names))
+        near = nearest_name(str(value), names)
+        return self._wrong(path, value, f"one of {', '.join(names)}", f"did you mean {near}?" if near else "")
 
     def _tuple(self, kind: Any, value: Any, path: str) -> Any:
         args = typing.get_args(kind)

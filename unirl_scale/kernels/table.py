@@ -12,8 +12,8 @@ Contract of every op in `layout` mode, whatever the implementation:
   one rounding, at the result.
 
 Letters: T packed tokens, M rows, K/N GEMM dims, L leaves on this rank, W leaves in all, H hidden size,
-h heads, d head dim. "Nodes" are the maximal complete subtrees of the canonical tree (comm/tree.py) over this rank's
-leaves [first, first + L) of W; there is one node when the range is aligned.
+h heads, d head dim. "Nodes" are the maximal complete subtrees of the canonical tree (comm/tree.py) over this
+rank's leaves [first, first + L) of W; there is one node when the range is aligned.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class OpTable(Protocol):
 
     # ---- GEMM -------------------------------------------------------------------------------------
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None, *, out_fp32: bool = False) -> Tensor:
-        """Column-parallel forward. x [M, K] dt, w [N, K] dt, bias [N] dt -> x @ w.T + bias, [M, N] dt
-        (fp32 if asked: the logits). Bias is added in fp32 before the one rounding."""
+        """Column-parallel forward. x [M, K] dt, w [L, n, K] dt, bias [L, n] dt -> [M, L*n] dt (fp32 if
+        asked: the logits); slice l is x @ w[l].T + bias[l]. Bias is added in fp32 before the one rounding."""
         ...
 
     def linear_dx_nodes(self, dy: Tensor, w: Tensor, nodes: Nodes, *, round_leaf: bool = False) -> Tensor:
@@ -56,13 +56,14 @@ class OpTable(Protocol):
         ...
 
     def linear_dw(self, dy: Tensor, x: Tensor, spans: Spans, out: Tensor) -> None:
-        """Column-parallel dW. dy [T, N] dt, x [T, K] dt; for each sample s of spans, in order:
-        out[N, K] (fp32) = out + dy_s.T @ x_s, the product accumulated over the sample's tokens in order
-        from zero and then added. A sample with zero rows adds nothing."""
+        """Column-parallel dW. dy [T, L*n] dt, x [T, K] dt, out fp32 [L, n, K]; for each sample s of spans,
+        in order: out[l] = out[l] + dy_s[:, l].T @ x_s, the product accumulated over the sample's tokens in
+        order from zero and then added. A sample with zero rows adds nothing."""
         ...
 
     def row_linear_dw(self, dy: Tensor, x: Tensor, spans: Spans, out: Tensor) -> None:
-        """Row-parallel dW. dy [T, N] dt, x [T, L*k] dt, out fp32 [L, N, k]; slice l adds dy_s.T @ x_s[:, l]."""
+        """Row-parallel dW. dy [T, N] dt, x [T, L*k] dt, out fp32 [L, N, k]; slice l adds dy_s.T @ x_s[:,
+        l]."""
         ...
 
     # ---- sums -------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class OpTable(Protocol):
 
     # ---- pointwise, norm, rope --------------------------------------------------------------------
     def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x [..., H] dt, w [H] fp32 or dt -> (y dt, rstd fp32 [...]): y = x * rstd * w, in fp32, rounded once."""
+        """x [..., H] dt, w [H] fp32 or dt -> (y dt, rstd fp32 [...]): y = x * rstd * w, in fp32, rounded
+        once."""
         ...
 
     def rmsnorm_dx(self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,13 +109,17 @@ class OpTable(Protocol):
         """-> (dq, dk, dv) dt; dk, dv sum the query heads of their group in head order. No atomics."""
         ...
 
-    def attention_decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    def attention_decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
         """One new token a sample. q [B, h, d], caches [B, S, hk, d] holding the new token's k and v at
         lengths - 1; lengths int64 [B] -> [B, h, d]; the bits of `attention`'s row at that position."""
         ...
 
     # ---- vocabulary -------------------------------------------------------------------------------
-    def vocab_stats(self, logits: Tensor, leaves: int, valid: Sequence[int], targets: Tensor) -> tuple[Tensor, Tensor]:
+    def vocab_stats(
+        self, logits: Tensor, leaves: int, valid: Sequence[int], targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Partial log-softmax of this rank's vocabulary leaves.
 
         Args:
@@ -144,8 +150,8 @@ class OpTable(Protocol):
         ...
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
-        """dy [T, H], ids int64 [T] (row of out, or -1 to skip), out fp32 [rows, H]; for each token in packed order:
-        out[ids[t]] += dy[t]. Tokens are in (sample, position) order."""
+        """dy [T, H], ids int64 [T] (row of out, or -1 to skip), out fp32 [rows, H]; for each token in packed
+        order: out[ids[t]] += dy[t]. Tokens are in (sample, position) order."""
         ...
 
     # ---- optimizer --------------------------------------------------------------------------------
@@ -171,5 +177,6 @@ class OpTable(Protocol):
     ) -> None:
         """One AdamW step in place on flat fp32 tensors; element i depends on element i alone.
         g = grad * grad_scale; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g*g;
-        p = p - lr*wd*p; p = p - lr * (m/bc1) / (sqrt(v/bc2) + eps). Every product and sum rounds separately."""
+        p = p - lr*wd*p; p = p - lr * (m/bc1) / (sqrt(v/bc2) + eps). Every product and sum rounds
+        separately."""
         ...

@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     verify_parser = commands.add_parser(
         "verify",
         help="run random layouts and compare their bits",
-        description="The layout lottery: draw random legal layouts, run a few steps of each on local ranks and "
+        description="The layout lottery: draw random legal layouts, run a few steps of each on local ranks, "
         "compare every digest with the single rank's. Runs go to RUN_DIR-verify-SEED.",
         epilog=_STATUS,
     )

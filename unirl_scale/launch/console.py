@@ -36,8 +36,9 @@ class Console:
         print(text, end="", file=self._out, flush=True)
 
     def error(self, message: str) -> None:
-        """One `error:` block."""
-        print(f"error: {message}", file=self._err, flush=True)
+        """One `error:` block; on a terminal it takes the place of a live bar that was left standing."""
+        clear = _CLEAR_LINE if self._err.isatty() else ""
+        print(f"{clear}error: {message}", file=self._err, flush=True)
 
     def detail(self, text: str) -> None:
         """What goes below an error: a traceback, the end of a log."""
@@ -160,9 +161,8 @@ class LiveReporter:
     def end(self) -> None:
         """Leave the last bar standing as a line of its own."""
         if self._bar:
-            self._draw(f"{self._bar}\n")
-            self._bar = ""
-            print(_CLEAR_LINE, end="", file=self._out, flush=True)
+            last, self._bar = self._bar, ""
+            self._draw(f"{last}\n")
 
     def _draw(self, above: str) -> None:
         print(f"{_CLEAR_LINE}{above}{self._bar}", end="", file=self._out, flush=True)

@@ -38,6 +38,8 @@ def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, s
         "MKL_CBWR": environ.get("MKL_CBWR", "AVX2,STRICT"),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # A few reasoning_gym data sets iterate over sets of strings: every rank must see one order.
+        "PYTHONHASHSEED": environ.get("PYTHONHASHSEED", "0"),
     }
 
 
@@ -51,6 +53,8 @@ def local_rank_environment(rank: int, world_size: int, port: int, report_file: s
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Some data sets walk over sets of strings: every rank, and every run, must walk the same way.
+        "PYTHONHASHSEED": "0",
         LOCAL_MARK: str(os.getpid()),
         REPORT_FILE: report_file,
     }

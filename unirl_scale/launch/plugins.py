@@ -12,7 +12,7 @@ from unirl_scale.core.typed import Plugins
 def plugin_options() -> Plugins:
     """The options dataclass of every task and algorithm by name, for `core.load`."""
     from unirl_scale.rl.algorithms import ALGORITHMS
-    from unirl_scale.train.tasks import TASKS
+    from unirl_scale.train.tasks.tasks import TASKS
 
     return {
         "algorithm": {name: algorithm.options_type for name, algorithm in ALGORITHMS.items()},
@@ -22,14 +22,14 @@ def plugin_options() -> Plugins:
 
 def algorithm_problems(cfg: RunConfig) -> list[Problem | str]:
     """What the algorithms themselves refuse: options out of range, or groups too small for the estimator."""
-    from unirl_scale.rl.algorithms import ALGORITHMS
+    from unirl_scale.rl.algorithms import ALGORITHMS, build
 
     problems: list[Problem | str] = []
     for i, stage in enumerate(cfg.stages):
         name, path = stage.algorithm["name"], f"stages[{i}]"
-        kind = ALGORITHMS[name]
+        options_type: type = ALGORITHMS[name].options_type
         try:
-            algorithm = kind(read_options(kind.options_type, stage.algorithm, f"{path}.algorithm"))
+            algorithm = build(name, read_options(options_type, stage.algorithm, f"{path}.algorithm"))
         except ConfigError as error:
             lines = str(error).replace("\nhint:", "; hint:").splitlines()
             problems += [f"{path}.{line}" for line in lines]

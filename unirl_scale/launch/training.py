@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +53,7 @@ def train(request: TrainRequest, console: Console) -> int:
     if info.launcher == "none" or (nproc is not None and info.world_size == 1):
         cfg = read_legal(request.config, request.overrides, nproc)
         outcome = train_local(cfg, environ, overwrite=request.overwrite)
-        if outcome.failure is not None:
-            failure = outcome.failure
-            show_error(console, f"rank {failure.rank}: {failure.message}", failure.detail)
+        show_outcome(outcome, console)
         return outcome.status
     if nproc is not None:
         raise ConfigError(
@@ -73,6 +72,15 @@ def read_legal(config: str, overrides: Sequence[str], world_size: int | None = N
     asked = load_config(config, overrides, plugin_options())
     raise_all([*check(asked, world_size), *algorithm_problems(asked)], config)
     return resolve(asked)
+
+
+def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
+    """Say why the ranks did not finish; nothing when they did."""
+    if outcome.signum is not None:
+        console.error(f"{prefix}stopped by {signal.Signals(outcome.signum).name}; every rank has ended")
+    elif outcome.failure is not None:
+        failure = outcome.failure
+        show_error(console, f"{prefix}rank {failure.rank}: {failure.message}", failure.detail)
 
 
 def train_local(

@@ -14,8 +14,8 @@ from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.lottery import describe_layout, draw_layouts
 from unirl_scale.launch import environment
 from unirl_scale.launch.console import Console
-from unirl_scale.launch.rank_process import FAILED, show_error
-from unirl_scale.launch.training import read_legal, train_local
+from unirl_scale.launch.rank_process import FAILED
+from unirl_scale.launch.training import read_legal, show_outcome, train_local
 
 _MISSING_SHOWN = 10
 
@@ -118,15 +118,9 @@ def _run_one(
     """Train one layout: exit status, and (digests equal, first difference) of the table."""
     run_dir = Path(run.run_dir)
     outcome = train_local(run, environ, overwrite=True, quiet=True)
-    if outcome.failure is not None:
-        show_error(
-            console,
-            f"{run_dir}: rank {outcome.failure.rank}: {outcome.failure.message}",
-            outcome.failure.detail,
-        )
-        return FAILED, ("failed", f"see {run_dir}/logs")
     if outcome.status:
-        return outcome.status, ("stopped", "")
+        show_outcome(outcome, console, f"{run_dir}: ")
+        return (FAILED if outcome.failure else outcome.status), ("failed", f"see {run_dir}/logs")
     result = compare_digests(read_digests(first), read_digests(run_dir))
     if run_dir == first:
         return 0, ("reference", f"{result.steps} steps, {result.tensors} digests")

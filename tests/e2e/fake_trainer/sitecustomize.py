@@ -25,6 +25,7 @@ class FakeTaskOptions:
     step_s: float = 0.0
     unstable: bool = False  # digests that depend on the actor's tp
     child: bool = False  # every rank starts a process of its own
+    follow: bool = False  # the other ranks notice the failure, as ranks in a collective do
 
 
 class FakeTask:
@@ -64,8 +65,8 @@ def run(cfg: Any, info: Any, reporter: Any) -> None:
     if info.rank == options["fail_rank"]:
         time.sleep(0.1)
         fail(options["fail_how"])
-    if options["fail_rank"] >= 0:
-        time.sleep(600)
+    if 0 <= options["fail_rank"] < info.world_size:
+        wait(options["follow"])
     if info.rank != 0:
         return
     reporter.begin(len(steps))
@@ -83,6 +84,16 @@ def run(cfg: Any, info: Any, reporter: Any) -> None:
     reporter.note(
         f"environment MKL_CBWR={os.environ['MKL_CBWR']} OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     )
+
+
+def wait(follow: bool) -> None:
+    """What ranks do while another fails: hang in a collective, or learn of it."""
+    from unirl_scale.core.errors import CommError
+
+    if follow:
+        time.sleep(0.11)
+        raise CommError("a peer is gone")
+    time.sleep(600)
 
 
 def fail(how: str) -> None:
@@ -103,6 +114,9 @@ def module(name: str, **contents: Any) -> None:
     vars(sys.modules[name]).update(contents)
 
 
-module("unirl_scale.rl.algorithms", ALGORITHMS={"ppo": FakePpo, "sft": FakePpo})
-module("unirl_scale.train.tasks", TASKS={"fake": FakeTask})
+ALGORITHMS = {"ppo": FakePpo, "sft": FakePpo}
+module(
+    "unirl_scale.rl.algorithms", ALGORITHMS=ALGORITHMS, build=lambda name, options: ALGORITHMS[name](options)
+)
+module("unirl_scale.train.tasks.tasks", TASKS={"fake": FakeTask})
 module("unirl_scale.train.loop", run=run)

@@ -1,0 +1,153 @@
+"""What the engine tests run on ranks: five optimizer steps of a PPO-like minibatch, reduced to digests."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from unirl_scale.comm.groups import GroupFactory
+from unirl_scale.core.config import InvarianceConfig, MeshConfig, ModelConfig, OptimConfig
+from unirl_scale.core.mesh import Mesh
+from unirl_scale.kernels.reference import ReferenceOps
+from unirl_scale.parallel.build import RoleGroups, build_context
+from unirl_scale.parallel.engine import NativeEngine
+from unirl_scale.parallel.samples import Sample
+from unirl_scale.rl.interface import LossBatch
+from unirl_scale.rl.ppo import Ppo, PpoOptions
+from unirl_scale.train.learn import LearnReport, learn
+from unirl_scale.train.minibatch import Minibatch
+from unirl_scale.train.roles import DTYPES, Role
+
+Digests = list[dict[str, str]]
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and a layout; the mesh's ranks are the whole world unless they say otherwise."""
+
+    model: ModelConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    leaves: int = 12
+    slots: int = 12
+    head: str = "lm"
+    precision: str = "fp32"
+    samples: int = 13
+    steps: int = STEPS
+    gemm: str = "blocked"
+    leaf_dtype: str = "fp32"
+    fault: str = ""
+
+
+def minibatch(case: Case, step: int) -> Minibatch:
+    """Uneven lengths, one empty response, advantages and log-probs over ten decades, -0.0 and subnormals."""
+    rng = random.Random(step)
+    vocab = case.model.vocab_size
+    samples = []
+    for i in range(case.samples):
+        prompt = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, 9)))
+        length = 0 if i == 4 else rng.choice((1, 2, 5, 9, 17, 33))
+        samples.append(Sample(prompt, tuple(rng.randrange(vocab) for _ in range(length))))
+    width = max(len(s.response) for s in samples)
+    g = torch.Generator().manual_seed(step)
+    mask = torch.tensor([[t < len(s.response) for t in range(width)] for s in samples])
+    advantages = torch.randn(case.samples, width, generator=g)
+    advantages *= 10.0 ** (torch.rand(case.samples, width, generator=g) * 10 - 6)
+    advantages[1, 0], advantages[2, 0] = -0.0, 1e-42
+    base = -math.log(vocab)
+    batch = LossBatch(
+        mask=mask,
+        old_logprobs=base + 0.3 * torch.randn(case.samples, width, generator=g),
+        advantages=advantages,
+        returns=advantages,
+        old_values=0.1 * torch.randn(case.samples, width, generator=g),
+        ref_logprobs=base + 0.3 * torch.randn(case.samples, width, generator=g),
+    )
+    return Minibatch(samples=tuple(samples), batch=batch, weights=algorithm().weights(mask))
+
+
+def algorithm() -> Ppo:
+    return Ppo(PpoOptions(kl_loss_coef=0.05, entropy_coef=0.01))
+
+
+def build_role(groups: GroupFactory, case: Case) -> Role:
+    mesh = Mesh.from_config(case.mesh)
+    context = build_context(
+        RoleGroups(groups, [mesh]),
+        case.mesh,
+        InvarianceConfig(model_leaves=case.leaves, data_slots=case.slots, leaf_dtype=case.leaf_dtype),
+        FAULTS.get(case.fault, ReferenceOps)(case.gemm),
+        DTYPES[case.precision],
+        torch.device("cpu"),
+    )
+    engine = None
+    if context is not None:
+        engine = NativeEngine(case.model, case.mesh, context, case.head, max_tokens=48, inv_temperature=1.25)
+        engine.initialise(7)
+    return Role(
+        name="actor", world=groups.world, mesh=mesh, slots=case.slots, head=case.head, engine=engine
+    )
+
+
+def train_step(role: Role, case: Case, step: int) -> LearnReport:
+    """One optimizer step with a clip that is always active."""
+    optim = OptimConfig(lr=3e-3, clip_grad=0.5, weight_decay=0.1, warmup_steps=2, schedule="cosine")
+    batch = minibatch(case, step)
+    loss = batch.critic_loss(algorithm()) if case.head == "value" else batch.actor_loss(algorithm())
+    with torch.no_grad():
+        return learn(role, batch.samples, loss, optim, optim.lr, digest=True)
+
+
+def run_case(groups: GroupFactory, case: Case) -> Digests:
+    """Digests of every step, equal on all ranks of a run."""
+    role = build_role(groups, case)
+    reports = [train_step(role, case, step) for step in range(case.steps)]
+    assert all(r.result.applied and r.result.grad_norm > 0.5 for r in reports), "the clip must be active"
+    return [r.digests for r in reports]
+
+
+# ---- negative controls ------------------------------------------------------------------------------
+class FlippedBit(ReferenceOps):
+    """One mantissa bit of one leaf is wrong in one product."""
+
+    done = False
+
+    def row_linear_nodes(self, x: Tensor, w: Tensor, nodes: Sequence[tuple[int, int]], **kw: bool) -> Tensor:
+        out = super().row_linear_nodes(x, w, nodes, **kw)
+        if not self.done:
+            self.done = True
+            out.view(torch.int32)[0, 0, 0] ^= 1 << 12
+        return out
+
+
+class SwappedLeaves(ReferenceOps):
+    """The first two leaves change places in the tree."""
+
+    def row_linear_nodes(self, x: Tensor, w: Tensor, nodes: Sequence[tuple[int, int]], **kw: bool) -> Tensor:
+        leaves, _, k = w.shape
+        order = [1, 2, 0, *range(3, leaves)]
+        return super().row_linear_nodes(
+            x.unflatten(1, (leaves, k))[:, order].flatten(1), w[order].contiguous(), nodes, **kw
+        )
+
+
+FAULTS: dict[str, Callable[[str], ReferenceOps]] = {"flipped_bit": FlippedBit, "swapped_leaves": SwappedLeaves}
+
+MHA = ModelConfig(
+    hidden_size=24,
+    num_layers=4,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=4,
+    ffn_size=36,
+    vocab_size=29,
+    init_std=0.3,
+)
+GQA = replace(
+    MHA, num_heads=12, num_kv_heads=6, qkv_bias=True, qk_norm=True, tie_embeddings=True, num_layers=5
+)

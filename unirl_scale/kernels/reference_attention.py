@@ -1,0 +1,155 @@
+"""Causal attention in fixed tiles, so that training, prefill and decode compute the same bits.
+
+Every product is a [TILE, d] x [d, TILE] or [TILE, TILE] x [TILE, d] matmul, whatever the sequence length, the
+number of heads or the batch: query tile i meets key tiles 0..i in order (online softmax, Milakov & Gimelshein
+2018; Dao et al. 2022). Decode puts its one query row at the place it has in training's tile. Accumulators
+start at +0 and are never -0 afterwards, so the exact zeros of padding change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unirl_scale.kernels.spans import Spans
+
+TILE = 32
+
+
+def _tiles(x: Tensor, spans: Spans) -> Tensor:
+    """[T, h, d] packed -> fp32 [B, h, n, TILE, d], zero-padded."""
+    n = max(1, -(-spans.max_length // TILE))
+    out = torch.zeros(len(spans), n * TILE, *x.shape[1:], device=x.device)
+    for b, (start, stop) in enumerate(zip(spans.offsets, spans.offsets[1:])):
+        out[b, : stop - start] = x[start:stop]
+    return out.unflatten(1, (n, TILE)).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def _untile(x: Tensor, spans: Spans) -> Tensor:
+    """Inverse of `_tiles`."""
+    rows = x.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    return torch.cat([rows[b, :length] for b, length in enumerate(spans.lengths)])
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product of tiles; leading dims are equal."""
+    lead = a.shape[:-2]
+    return torch.bmm(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])).view(
+        *lead, a.shape[-2], b.shape[-1]
+    )
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
+
+
+def _causal(device: torch.device) -> Tensor:
+    return torch.ones(TILE, TILE, dtype=torch.bool, device=device).triu(1)
+
+
+def _absorb(
+    state: tuple[Tensor, Tensor, Tensor], scores: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One online-softmax step. scores [..., TILE, TILE], values [..., TILE, d]; state (max, sum, acc)."""
+    top, total, acc = state
+    new_top = torch.maximum(top, scores.amax(-1))
+    shrink = torch.exp(top - new_top)
+    p = torch.exp(scores - new_top.unsqueeze(-1))
+    return (
+        new_top,
+        total * shrink + p.sum(-1),
+        acc * shrink.unsqueeze(-1) + _bmm(p, values),
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """q [T, h, d], k/v [T, hk, d] -> (o [T, h, d] in q's dtype, lse fp32 [T, h])."""
+    heads = q.shape[1]
+    qt = _tiles(q, spans)
+    kt, vt = (_repeat_heads(_tiles(t, spans), heads) for t in (k, v))
+    n = qt.shape[2]
+    top = torch.full(qt.shape[:-1], -torch.inf, device=q.device)
+    total, acc = torch.zeros_like(top), torch.zeros_like(qt)
+    for j in range(n):
+        active = qt[:, :, j:]
+        kj = kt[:, :, j : j + 1].expand(-1, -1, n - j, -1, -1)
+        vj = vt[:, :, j : j + 1].expand(-1, -1, n - j, -1, -1)
+        scores = _bmm(active, kj.transpose(-1, -2)) * scale
+        scores[:, :, 0].masked_fill_(_causal(q.device), -torch.inf)
+        state = _absorb((top[:, :, j:], total[:, :, j:], acc[:, :, j:]), scores, vj)
+        top[:, :, j:], total[:, :, j:], acc[:, :, j:] = state
+    o = acc / total.unsqueeze(-1)
+    lse = top + torch.log(total)
+    return _untile(o, spans).to(q.dtype), _untile(lse.unsqueeze(-1), spans).squeeze(-1)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `forward`; dk and dv of a kv head add query tiles, then query heads, in order."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    qt, ot, dot = (_tiles(t, spans) for t in (q, o, do))
+    kt, vt = (_repeat_heads(_tiles(t, spans), heads) for t in (k, v))
+    lt = _tiles(lse.unsqueeze(-1), spans)
+    delta = (dot * ot).sum(-1, keepdim=True)
+    dq, dk, dv = torch.zeros_like(qt), torch.zeros_like(kt), torch.zeros_like(vt)
+    n = qt.shape[2]
+    for i in range(n):
+        for j in range(i + 1):
+            scores = _bmm(qt[:, :, i], kt[:, :, j].transpose(-1, -2)) * scale
+            if i == j:
+                scores.masked_fill_(_causal(q.device), -torch.inf)
+            p = torch.exp(scores - lt[:, :, i])
+            dv[:, :, j] += _bmm(p.transpose(-1, -2), dot[:, :, i])
+            dp = _bmm(dot[:, :, i], vt[:, :, j].transpose(-1, -2))
+            ds = p * (dp - delta[:, :, i]) * scale
+            dq[:, :, i] += _bmm(ds, kt[:, :, j])
+            dk[:, :, j] += _bmm(ds.transpose(-1, -2), qt[:, :, i])
+    dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+    return (
+        _untile(dq, spans).to(q.dtype),
+        _untile(dk, spans).to(k.dtype),
+        _untile(dv, spans).to(v.dtype),
+    )
+
+
+def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """Add the query heads of each kv head, first to last."""
+    if x.shape[1] == kv_heads:
+        return x
+    grouped = x.unflatten(1, (kv_heads, -1))
+    out = torch.zeros_like(grouped[:, :, 0])
+    for g in range(grouped.shape[2]):
+        out += grouped[:, :, g]
+    return out
+
+
+def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """q [B, h, d], caches [B, S, hk, d], lengths [B] counting the new token -> [B, h, d]."""
+    batch, heads, d = q.shape
+    n = -(-int(lengths.max()) // TILE)
+    row = (lengths - 1) % TILE
+    qt = torch.zeros(batch, heads, TILE, d, device=q.device)
+    qt[torch.arange(batch, device=q.device), :, row] = q.float()
+    positions = torch.arange(n * TILE, device=q.device)
+    hidden = (positions >= lengths.unsqueeze(1)).view(batch, 1, n, 1, TILE)
+    state = (
+        torch.full((batch, heads, TILE), -torch.inf, device=q.device),
+        torch.zeros(batch, heads, TILE, device=q.device),
+        torch.zeros(batch, heads, TILE, d, device=q.device),
+    )
+    for j in range(n):
+        kj, vj = (_cache_tile(c, j, heads) for c in (k_cache, v_cache))
+        scores = _bmm(qt, kj.transpose(-1, -2)) * scale
+        state = _absorb(state, scores.masked_fill_(hidden[:, :, j], -torch.inf), vj)
+    _, total, acc = state
+    o = acc / total.unsqueeze(-1)
+    return o[torch.arange(batch, device=q.device), :, row].to(q.dtype)
+
+
+def _cache_tile(cache: Tensor, j: int, heads: int) -> Tensor:
+    """Tile j of a cache as fp32 [B, heads, TILE, d], zero past the cache's end."""
+    part = cache[:, j * TILE : (j + 1) * TILE].float().transpose(1, 2)
+    if part.shape[2] < TILE:
+        part = torch.nn.functional.pad(part, (0, 0, 0, TILE - part.shape[2]))
+    return _repeat_heads(part, heads).contiguous()

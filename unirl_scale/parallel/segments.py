@@ -1,0 +1,132 @@
+"""Per-segment results (sums of squares, digests) of a whole model, gathered in canonical order on every rank.
+
+A place is a (tp, pp) coordinate. Inside a place the data-parallel owners first finish each segment; then
+places exchange one row a segment. Which segments a place has is known from the configuration, so only values
+travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unirl_scale.comm.tree import combine, maximal_nodes, split_contiguous
+from unirl_scale.parallel.chunk import Chunk, ChunkRange, chunk_specs
+from unirl_scale.parallel.flat import BLOCK, FlatSpace, Piece, padded_blocks
+from unirl_scale.parallel.spec import ParamSpec
+
+Label = tuple[int, int]  # canonical parameter number, leaf
+
+
+class SegmentIndex:
+    """Which segments each place of a mesh holds.
+
+    Args:
+        chunks: this rank's chunks.
+        ranges: layers of all pp * vpp global chunks.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], ranges: Sequence[ChunkRange]) -> None:
+        self.ctx = chunks[0].ctx
+        model, head, leaves = chunks[0].model, chunks[0].head_kind, self.ctx.leaves
+        tp, pp = self.ctx.tp.size, self.ctx.pp_up.size
+        held = split_contiguous(leaves, tp)
+        self.labels: list[list[list[Label]]] = []  # [pp][tp]
+        for stage in range(pp):
+            specs = [chunk_specs(model, leaves, head, r) for r in ranges[stage::pp]]
+            self.labels.append([_labels(specs, held[t]) for t in range(tp)])
+
+    def collect(self, rows: Tensor) -> tuple[list[Label], Tensor]:
+        """rows [segments of this place, k], leafed then replicated, chunk by chunk -> (labels, [all segments,
+        k]) in canonical order; a replicated segment is taken from tp 0."""
+        over_tp = self.ctx.tp.all_gather(rows.contiguous())
+        k = rows.shape[1]
+        sizes = [sum(len(t) for t in stage) * k for stage in self.labels]
+        flat = self.ctx.pp_up.all_gather_uneven(over_tp.reshape(-1), sizes).view(-1, k)
+        found: dict[Label, int] = {}
+        position = 0
+        for stage in self.labels:
+            for labels in stage:
+                for label in labels:
+                    found.setdefault(label, position)
+                    position += 1
+        order = sorted(found)
+        return order, flat[torch.tensor([found[label] for label in order], device=flat.device)]
+
+
+def _labels(specs: Sequence[Sequence[tuple[int, ParamSpec]]], held: range) -> list[Label]:
+    out: list[Label] = []
+    for chunk in specs:
+        for leafed in (True, False):
+            space = FlatSpace([(n, s) for n, s in chunk if s.leafed == leafed], held)
+            out += [(s.param, s.leaf) for s in space.segments]
+    return out
+
+
+# ---- sums of squares --------------------------------------------------------------------------------
+def segment_sumsq(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicated: Tensor) -> Tensor:
+    """fp64 [segments of the chunk, 1]: canonical sum of squares of a sharded and a replicated flat tensor.
+
+    Every owner ships the maximal nodes of its blocks; everyone finishes the trees.
+    """
+    ctx, space = chunk.ctx, chunk.leafed
+    owned = ranges[ctx.dp.index]
+    mine: list[Tensor] = []
+    for piece in space.pieces(owned):
+        sums = ctx.ops.block_sumsq(padded_blocks(shard[piece.start - owned.start : piece.end - owned.start]))
+        mine += [ctx.ops.tree_sum(sums[a - piece.first : b - piece.first]) for a, b in _nodes(piece)]
+    values = torch.stack(mine) if mine else torch.empty(0, dtype=torch.float64, device=shard.device)
+    owners = [list(space.pieces(r)) for r in ranges]
+    sizes = [sum(len(_nodes(p)) for p in pieces) for pieces in owners]
+    gathered = ctx.dp.all_gather_uneven(values, sizes).tolist()
+    nodes: dict[Label, dict[tuple[int, int], float]] = {}
+    position = 0
+    for piece in (p for pieces in owners for p in pieces):
+        held = nodes.setdefault((piece.segment.param, piece.segment.leaf), {})
+        for node in _nodes(piece):
+            held[node] = gathered[position]
+            position += 1
+    sums_by_segment = [combine(nodes[s.param, s.leaf], s.blocks, lambda a, b: a + b) for s in space.segments]
+    whole = chunk.replicated
+    for piece in whole.pieces(range(whole.numel)):
+        blocks = ctx.ops.block_sumsq(padded_blocks(replicated[piece.start : piece.end]))
+        sums_by_segment.append(float(ctx.ops.tree_sum(blocks)))
+    return torch.tensor(sums_by_segment, dtype=torch.float64, device=shard.device).unsqueeze(1)
+
+
+def _nodes(piece: Piece) -> tuple[tuple[int, int], ...]:
+    return maximal_nodes(piece.first, piece.stop, piece.segment.blocks)
+
+
+# ---- digests ----------------------------------------------------------------------------------------
+def segment_digests(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicated: Tensor) -> Tensor:
+    """uint8 [segments of the chunk, 32]: SHA-256 over the SHA-256 of each block, so that owners hash in
+    place."""
+    ctx, space = chunk.ctx, chunk.leafed
+    owned = ranges[ctx.dp.index]
+    mine = [_hash_blocks(shard[p.start - owned.start : p.end - owned.start]) for p in space.pieces(owned)]
+    sizes = [sum(p.stop - p.first for p in space.pieces(r)) * 32 for r in ranges]
+    local = _bytes_tensor(b"".join(mine)).to(ctx.device)
+    gathered = ctx.dp.all_gather_uneven(local, sizes).cpu().numpy().tobytes()
+    out, position = [], 0
+    for segment in space.segments:
+        size = segment.blocks * 32
+        out.append(hashlib.sha256(gathered[position : position + size]).digest())
+        position += size
+    whole = chunk.replicated
+    for piece in whole.pieces(range(whole.numel)):
+        out.append(hashlib.sha256(_hash_blocks(replicated[piece.start : piece.end])).digest())
+    return _bytes_tensor(b"".join(out)).to(ctx.device).view(-1, 32)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def _hash_blocks(values: Tensor) -> bytes:
+    data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    width = BLOCK * values.element_size()
+    return b"".join(hashlib.sha256(data[i : i + width]).digest() for i in range(0, len(data), width))

@@ -1,0 +1,201 @@
+"""The training run of one rank: build, then stage by stage, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from unirl_scale.comm.groups import Group, GroupFactory, connect
+from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
+from unirl_scale.core.errors import ConfigError
+from unirl_scale.core.load import read_options
+from unirl_scale.core.ranks import RankInfo
+from unirl_scale.kernels.select import op_table, probe_shapes
+from unirl_scale.rl.algorithms import ALGORITHMS, build
+from unirl_scale.rl.interface import Algorithm
+from unirl_scale.train.data import PromptSource, build_task
+from unirl_scale.train.evaluate import evaluate
+from unirl_scale.train.metrics import MetricsWriter, Reporter
+from unirl_scale.train.roles import DTYPES, Roles
+from unirl_scale.train.rundir import RunDir, write_versions
+from unirl_scale.train.stage import StageRunner
+from unirl_scale.train.state import TrainState
+from unirl_scale.train.tasks.interface import Task
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
+    """Train a resolved, legal configuration as one rank of the job.
+
+    Args:
+        reporter: what rank 0 tells the user; silent on other ranks.
+
+    Raises:
+        InvarianceError: the platform cannot hold `invariance.mode: layout`.
+        CommError: another rank is gone.
+    """
+    torch.set_num_threads(cfg.hardware.threads)
+    device = _device(cfg, rank_info)
+    task = build_task(cfg)
+    supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
+    train_data = PromptSource(task, cfg, "train", supervised=supervised)
+    held_out = PromptSource(task, cfg, "heldout") if cfg.eval.num_prompts else None
+    cfg = _with_vocabulary(cfg, task.tokenizer.vocab_size)
+    leaves = cfg.invariance.model_leaves
+    models = [m for m in (cfg.model.actor, cfg.model.critic) if m is not None]
+    shapes = [probe_shapes(m, leaves) for m in dict.fromkeys(models)]
+    ops = op_table(cfg.hardware, cfg.invariance.mode, shapes, DTYPES[cfg.precision], device)
+    with _join(cfg, rank_info, device) as factory, torch.no_grad():
+        _agree(factory.world, task)
+        roles = Roles(cfg, factory, ops, device)
+        recorder = Recorder(cfg, reporter, {"kernels": ops.name}) if rank_info.rank == 0 else None
+        state = TrainState()
+        reporter.begin(sum(s.num_steps for s in cfg.stages))
+        for number, stage in enumerate(cfg.stages):
+            state = replace(state, stage=number, stage_step=0)
+            state = run_stage(cfg, stage, state, roles, train_data, held_out, recorder)
+        reporter.end()
+        if recorder is not None:
+            recorder.finish()
+    return state
+
+
+def _join(cfg: RunConfig, rank_info: RankInfo, device: torch.device) -> AbstractContextManager[GroupFactory]:
+    return connect(
+        rank_info.rank,
+        rank_info.world_size,
+        BACKENDS[cfg.hardware.vendor],
+        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}"
+        if rank_info.world_size > 1
+        else None,
+        timeout=timedelta(minutes=10),
+        device=device,
+    )
+
+
+def _agree(world: Group, task: Task) -> None:
+    """Every rank must read the same data.
+
+    Raises:
+        ConfigError: naming the ranks that differ.
+    """
+    prints = world.all_gather_object(task.fingerprint())
+    other = [rank for rank, value in zip(world.ranks, prints) if value != prints[0]]
+    if other:
+        raise ConfigError(
+            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} "
+            f"and {prints[0][:12]}); every rank must read the same; "
+            "hint: the same files and package versions on every host"
+        )
+
+
+def run_stage(
+    cfg: RunConfig,
+    stage: StageConfig,
+    state: TrainState,
+    roles: Roles,
+    data: PromptSource,
+    held_out: PromptSource | None,
+    recorder: Recorder | None,
+) -> TrainState:
+    """All steps of a stage, with evaluation before, during and after."""
+    algorithm = build_algorithm(stage)
+    needs = algorithm.needs
+    roles.prepare(critic=needs.critic, reference=needs.reference)
+    runner = StageRunner(cfg, stage, algorithm, roles, data)
+    state = replace(state, kl=algorithm.initial_kl)
+    if held_out is not None and state.step == 0:
+        _evaluate(roles, held_out, cfg, state, stage, recorder, {})
+    while state.stage_step < stage.num_steps:
+        state, log = runner.step(state)
+        last = state.stage_step == stage.num_steps
+        due = cfg.eval.every > 0 and state.stage_step % cfg.eval.every == 0
+        if held_out is not None and (last or due):
+            _evaluate(roles, held_out, cfg, state, stage, recorder, log.metrics)
+        if recorder is not None:
+            recorder.step(state, stage, log.metrics, log.digests, log.warnings)
+    return state
+
+
+def _evaluate(
+    roles: Roles,
+    held_out: PromptSource,
+    cfg: RunConfig,
+    state: TrainState,
+    stage: StageConfig,
+    recorder: Recorder | None,
+    metrics: dict[str, float],
+) -> None:
+    result = evaluate(roles, held_out, cfg, state.step)
+    metrics |= result
+    if recorder is not None:
+        recorder.evaluation(state, stage, result)
+
+
+def build_algorithm(stage: StageConfig) -> Algorithm:
+    """The stage's algorithm with its options read from the plug-in mapping."""
+    name = str(stage.algorithm["name"])
+    options = read_options(ALGORITHMS[name].options_type, stage.algorithm, "algorithm")
+    return build(name, options)
+
+
+def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
+    """`vocab_size: 0` takes the tokenizer's."""
+
+    def sized(model: ModelConfig) -> ModelConfig:
+        return model if model.vocab_size else replace(model, vocab_size=size)
+
+    critic = cfg.model.critic
+    models = ModelsConfig(actor=sized(cfg.model.actor), critic=sized(critic) if critic else None)
+    return replace(cfg, model=models)
+
+
+def _device(cfg: RunConfig, rank_info: RankInfo) -> torch.device:
+    if cfg.hardware.vendor == "cpu":
+        return torch.device("cpu")
+    return torch.device(cfg.hardware.vendor, rank_info.local_rank)
+
+
+class Recorder:
+    """Rank 0's files and words."""
+
+    def __init__(self, cfg: RunConfig, reporter: Reporter, versions: Mapping[str, str]) -> None:
+        run_dir = RunDir(Path(cfg.run_dir))
+        write_versions(run_dir, versions)
+        self.writer, self.reporter = MetricsWriter(run_dir), reporter
+        self.evaluations: list[tuple[str, int, dict[str, float]]] = []
+
+    def step(
+        self,
+        state: TrainState,
+        stage: StageConfig,
+        metrics: Mapping[str, float],
+        digests: Mapping[int, Mapping[str, str]],
+        warnings: list[str],
+    ) -> None:
+        self.writer.metrics(state.step, stage.name, metrics)
+        for number, tensors in digests.items():
+            self.writer.digests(number, tensors)
+        self.reporter.step(state.step, stage.name, metrics)
+        for text in warnings:
+            self.reporter.warn(f"step {state.step}: {text}")
+
+    def evaluation(self, state: TrainState, stage: StageConfig, result: dict[str, float]) -> None:
+        self.evaluations.append((stage.name, state.step, result))
+        if state.step == 0:
+            self.writer.metrics(0, stage.name, result)
+
+    def finish(self) -> None:
+        if self.evaluations:
+            rows = [["held-out after", "step", "accuracy", "reward"]]
+            for i, (stage, step, r) in enumerate(self.evaluations):
+                name = "initial weights" if i == 0 and step == 0 else stage
+                rows.append([name, str(step), f"{r['eval/accuracy']:.1%}", f"{r['eval/reward']:.3f}"])
+            self.reporter.table(rows)
+        self.writer.close()

@@ -1,0 +1,1 @@
+"""What the model is asked, and how its answers are judged."""
