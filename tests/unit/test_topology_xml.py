@@ -96,3 +96,7 @@ def test_a_narrow_slot_among_wide_ones_is_reported() -> None:
     notes = read_topology(narrow).notes
     assert any("GPU0: PCIe at 50 % of its peers' rate" in note.what for note in notes)
     assert not any("PCIe at" in note.what for note in read_topology(wide).notes)
+
+
+def test_devices_of_all_different_strength_are_no_norm_to_fall_short_of() -> None:
+    assert read_topology(FIXTURES / "rccl_ring.xml").boxes[0].degraded == {}
