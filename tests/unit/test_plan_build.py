@@ -160,7 +160,15 @@ def test_hccl_communicators_cost_two_buffers_of_200_mb() -> None:
 def test_table_names_every_group_and_call() -> None:
     plan = make_plan(run_config(MeshConfig(tp=4, dp=16, pp=2)), cluster(H100, 16, tiers=(4,)), TOLD)
     text = plan_table(plan)
-    for word in ("gradients", "weights", "activations", "MFU", "GiB a rank", "rollout (decode)"):
+    for word in (
+        "gradients",
+        "weights",
+        "activations",
+        "MFU",
+        "GiB a rank",
+        "rollout (decode)",
+        "GiB a rank sends a step over: node",
+    ):
         assert word in text
 
 
