@@ -26,7 +26,8 @@ def _role(role: RolePlan) -> list[str]:
     mesh = role.mesh
     lines = [
         f"{role.name} ({role.phase}): tp {mesh.tp} dp {mesh.dp} pp {mesh.pp} vpp {mesh.vpp}, layers "
-        f"{_layers(role.chunks)}, {_memory(role)}",
+        f"{_layers(role.chunks)}",
+        f"  memory {_memory(role)}",
         f"  time {_ms(role.step_us)} = compute {_ms(role.compute_us)} + bubble {_ms(role.bubble_us)} + "
         f"communication {_ms(role.comm_us)}" + (f", MFU {100 * role.mfu:.1f} %" if role.mfu else ""),
     ]
