@@ -11,6 +11,7 @@ import pytest
 from unirl_scale.core.config import MeshConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import dump, load_config, parse_config, read_options, resolve
+from unirl_scale.core.problems import name_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,13 @@ def test_plug_in_mistakes_are_found_with_the_others() -> None:
         one_error(missing, plugins=PLUGINS)
         == "run.yaml: task.dataset: got nothing; must be given; hint: it is text"
     )
+
+
+def test_a_hint_names_what_is_close_or_a_few_of_many() -> None:
+    assert name_hint("suns", ["sums", "gcd"]) == "did you mean sums?"
+    assert name_hint("zzz", ["sums", "gcd"]) == "one of sums, gcd"
+    many = name_hint("zzz", [f"set{i}" for i in range(100)])
+    assert many.endswith("set10, set11 and 88 more")
 
 
 def test_resolve_follows_the_actor() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from unirl_scale.core.errors import ConfigError
 
 _SHOWN_CHARS = 60
+_SHOWN_NAMES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,13 @@ def nearest_name(name: str, legal: Iterable[str]) -> str | None:
 
 
 def name_hint(name: str, legal: Iterable[str]) -> str:
-    """`did you mean X?` when something is close, else the list of legal names."""
+    """`did you mean X?` when something is close, else the legal names, or the first dozen of many."""
     names = list(legal)
     near = nearest_name(name, names)
-    return f"did you mean {near}?" if near else f"one of {', '.join(names)}"
+    if near:
+        return f"did you mean {near}?"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"one of {', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def raise_all(problems: Sequence[Problem | str], source: str = "") -> None:

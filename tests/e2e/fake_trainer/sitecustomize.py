@@ -118,5 +118,5 @@ ALGORITHMS = {"ppo": FakePpo, "sft": FakePpo}
 module(
     "unirl_scale.rl.algorithms", ALGORITHMS=ALGORITHMS, build=lambda name, options: ALGORITHMS[name](options)
 )
-module("unirl_scale.train.tasks", TASKS={"fake": FakeTask})
+module("unirl_scale.train.tasks.tasks", TASKS={"fake": FakeTask})
 module("unirl_scale.train.loop", run=run)
