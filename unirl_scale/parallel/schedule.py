@@ -58,8 +58,9 @@ def one_f_one_b(pp: int, vpp: int, micros: int) -> list[list[Step]]:
     """Steps of every pipeline rank.
 
     The warm-up of rank r is pp - r - 1 forwards, or 2 (pp - r - 1) + (vpp - 1) pp when interleaved; that
-    plus one bounds the micro-batches in flight. If the last group of an interleaved schedule is not full, it is
-    scheduled as if it were and the missing steps are left out: what remains keeps an order that cannot stall.
+    plus one bounds the micro-batches in flight. If the last group of an interleaved schedule is not full, it
+    is scheduled as if it were and the missing steps are left out: what remains keeps an order that cannot
+    stall.
     """
     full = micros if vpp == 1 else -(-micros // pp) * pp
     schedule = [_rank_steps(rank, pp, vpp, full) for rank in range(pp)]

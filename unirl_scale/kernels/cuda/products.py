@@ -15,7 +15,7 @@ BLOCK_K = 64
 
 
 def copyable(*tensors: Tensor) -> bool:
-    """The copy engine takes bf16 and fp32 tensors whose base and strides are multiples of 16 bytes."""
+    """Tiles begin at multiples of 16 bytes, as the copy engine asks, when the base and all strides do."""
     return all(
         t.data_ptr() % 16 == 0
         and t.stride(-1) == 1
@@ -61,7 +61,7 @@ class Products:
             gemm.leaf_products(a, b, out, first=first, leaves=leaves, round_leaf=round_leaf, bias=bias)
         elif rows <= decode.MAX_ROWS and weight is not b and leaves == 1:
             block_x = max(16, triton.next_power_of_2(rows))
-            tile = decode_tile(block_x, columns, groups, self.device.programs)
+            tile = decode_tile(block_x)
             decode.products(a, weight, out, first=first, round_leaf=round_leaf, bias=bias, tile=tile)
         else:
             hopper_gemm.leaf_products(
@@ -98,7 +98,7 @@ class Products:
             self.device.hopper
             and dy.dtype == torch.bfloat16
             and (leaves == 1 or x.stride(1) == columns)
-            and copyable(dy, x.select(1, 0), out)
+            and copyable(dy, x, out)
         )
         if fits:
             tile = weight_grad_tile(rows, columns, leaves, self.device.programs)
