@@ -113,7 +113,7 @@ def one_long_row(groups: GroupFactory, case: Case) -> Digests:
 
     samples = [Sample(tokens(3), tokens(997)), *(Sample(tokens(4), tokens(6)) for _ in range(15))]
     role = build_role(groups, case)
-    return [learn_on(role, case, of_samples(samples, seed)) for seed in range(2)]
+    return [learn_on(role, case, of_samples(samples, seed=0))]
 
 
 def one_side_empty(groups: GroupFactory, case: Case) -> Digests:

@@ -47,7 +47,8 @@ def test_an_empty_response_is_as_if_the_row_were_not_there(run_ranks: RankPool, 
 
 
 def test_one_long_row_among_short_ones(run_ranks: RankPool) -> None:
-    case = replace(SMALL, slots=2, samples=16, max_tokens=1000)
+    few_heads = replace(MHA, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8)
+    case = replace(SMALL, model=few_heads, slots=2, samples=16, max_tokens=1000)
     (expected,) = run_ranks(one_long_row, 1, case, timeout_s=TIMEOUT_S)
     for layout in (mesh(dp=2), mesh(dp=2, pp=2)):
         laid_out = replace(case, mesh=layout)
