@@ -3,9 +3,9 @@
     python -m benchmarks.price --ranks 4                     # CPU, gloo
     python -m benchmarks.price --vendor cuda --ranks 2       # NCCL
 
-The same model, batch and layout are built in both modes in one process group, and steps alternate (A B A B ...). The
-first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use fewer ranks than leaves.
-A step is forward, backward, reduction, clip and AdamW; its time is that of the slowest rank.
+The same model, batch and layout are built in both modes in one process group, and steps alternate (A B A B
+...). The first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use fewer ranks
+than leaves. A step is forward, backward, reduction, clip and AdamW; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -108,17 +108,32 @@ def model_of(options: Options) -> ModelConfig:
     )
 
 
-def build(groups: GroupFactory, options: Options, layout: Layout, mode: str) -> NativeEngine:
-    model, device = model_of(options), groups.world.device
-    hardware, dtype = HardwareConfig(vendor=options.vendor), DTYPES[options.precision]  # type: ignore[arg-type]
-    shapes = [probe_shapes(model, layout.leaves)]
-    ops = op_table(hardware, mode, shapes, dtype, device)
-    invariance = InvarianceConfig(mode=mode, model_leaves=layout.leaves, data_slots=layout.slots)  # type: ignore[arg-type]
+def build(
+    groups: GroupFactory,
+    model: ModelConfig,
+    layout: Layout,
+    mode: str,
+    hardware: HardwareConfig,
+    dtype: torch.dtype,
+    max_tokens: int,
+) -> NativeEngine:
+    """An actor on this rank in one mode; collective."""
+    device = groups.world.device
+    ops = op_table(hardware, mode, [probe_shapes(model, layout.leaves)], dtype, device)
+    invariance = InvarianceConfig(
+        mode=mode,  # type: ignore[arg-type]
+        model_leaves=layout.leaves,
+        data_slots=layout.slots,
+    )
     roles = RoleGroups(groups, [Mesh.from_config(layout.mesh)])
     context = build_context(roles, layout.mesh, invariance, ops, dtype, device)
     assert context is not None
-    engine = NativeEngine(model, layout.mesh, context, "lm", max_tokens=options.tokens)
-    engine.initialise(0)
+    engine = NativeEngine(model, layout.mesh, context, "lm", max_tokens=max_tokens)
+    for optimizer in engine.optimizers:  # speed does not depend on the values, as long as they are random
+        std = model.init_std
+        leafed = torch.randn(optimizer.chunk.leafed.numel, device=device) * std
+        optimizer.load(leafed, torch.ones(optimizer.chunk.replicated.numel, device=device))
+    engine.publish()
     return engine
 
 
@@ -158,9 +173,15 @@ def _adam(count: int) -> AdamStep:
 
 def measure(groups: GroupFactory, options: Options) -> list[Row]:
     """All rows; the same on every rank."""
-    rows, samples = [], batch(options)
+    rows, samples, model = [], batch(options), model_of(options)
     for layout in layouts(options.ranks, micro=max(1, options.samples // (2 * options.ranks))):
-        engines = {mode: build(groups, options, layout, mode) for mode in ("off", "layout")}
+        hardware = HardwareConfig(vendor=options.vendor)  # type: ignore[arg-type]
+        engines = {
+            mode: build(
+                groups, model, layout, mode, hardware, DTYPES[options.precision], max_tokens=options.tokens
+            )
+            for mode in ("off", "layout")
+        }
         for engine in engines.values():
             step_seconds(groups.world, engine, samples)
         times: dict[str, list[float]] = {mode: [] for mode in engines}
@@ -196,7 +217,9 @@ def _rank(rank: int, options: Options, folder: str, out: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vendor", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

@@ -50,33 +50,40 @@ class FastOps(ReferenceOps):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_batch(t, spans, q.shape[1]) for t in (q, k, v)), 0.0, True, scale=scale
+            *(pad_batch(t, spans, q.shape[1]) for t in (q, k, v)), 0.0, True, scale=scale
         )
-        return _pack(o.transpose(1, 2), spans), _pack(lse.transpose(1, 2), spans)
+        return pack_batch(o.transpose(1, 2), spans), pack_batch(lse.transpose(1, 2), spans)
 
     def attention_dx(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, kv_heads = q.shape[1], k.shape[1]
-        batched = [_batch(t, spans, heads) for t in (do, q, k, v, o)]
+        batched = [pad_batch(t, spans, heads) for t in (do, q, k, v, o)]
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *batched, _batch(lse.unsqueeze(-1), spans, heads).squeeze(-1), 0.0, True, scale=scale
+            *batched, pad_batch(lse.unsqueeze(-1), spans, heads).squeeze(-1), 0.0, True, scale=scale
         )
-        dq, dk, dv = (_pack(g.transpose(1, 2), spans) for g in grads)
+        dq, dk, dv = (pack_batch(g.transpose(1, 2), spans) for g in grads)
         if kv_heads != heads:
             dk, dv = (g.unflatten(1, (kv_heads, -1)).sum(2) for g in (dk, dv))
         return dq, dk, dv
 
 
-def _batch(x: Tensor, spans: Spans, heads: int) -> Tensor:
-    """[T, h, d] packed -> [B, heads, S, d], zero-padded, kv heads repeated."""
-    out = x.new_zeros(len(spans), spans.max_length, *x.shape[1:])
-    for b, (start, stop) in enumerate(zip(spans.offsets, spans.offsets[1:])):
-        out[b, : stop - start] = x[start:stop]
+def pad_batch(x: Tensor, spans: Spans, heads: int) -> Tensor:
+    """[T, h, d] packed -> [B, heads, S, d], zero-padded, kv heads repeated; a view when lengths are equal."""
+    if len(set(spans.lengths)) == 1:
+        out = x.view(len(spans), spans.max_length, *x.shape[1:])
+    else:
+        parts = x.split(list(spans.lengths))
+        out = torch.stack(
+            [torch.nn.functional.pad(p, (0, 0, 0, 0, 0, spans.max_length - len(p))) for p in parts]
+        )
     if x.shape[1] != heads:
         out = out.repeat_interleave(heads // x.shape[1], dim=2)
     return out.transpose(1, 2)
 
 
-def _pack(x: Tensor, spans: Spans) -> Tensor:
+def pack_batch(x: Tensor, spans: Spans) -> Tensor:
+    """[B, S, ...] -> [T, ...], without the padding."""
+    if len(set(spans.lengths)) == 1:
+        return x.reshape(spans.total, *x.shape[2:])
     return torch.cat([x[b, :length] for b, length in enumerate(spans.lengths)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,36 +26,57 @@ def op_table(
     """The op table of a run.
 
     CPU: `gemm: auto` takes whole-matrix GEMM where the self-check proves it on this processor's BLAS, and
-    fixed row blocks otherwise; an explicit choice is checked too. Modes `run` and `off` are not checked;
-    `off` takes the fast table.
+    fixed row blocks otherwise; an explicit choice is checked too. NVIDIA: Triton kernels. Ascend: the
+    plain-torch table in fixed row blocks. Mode `run` is not checked; `off` takes the fast table.
 
     Raises:
         InvarianceError: `layout` was asked and the platform cannot hold it; names the ops.
-        ConfigError: the vendor has no op table here.
+        ConfigError: the vendor's packages are missing.
     """
-    if hardware.vendor != "cpu":
-        raise ConfigError(
-            f"hardware.vendor: got {hardware.vendor}; this build has op tables for cpu; "
-            "hint: hardware.vendor=cpu"
-        )
     if mode == "off":
-        return FastOps()
-    paths = ["whole", "blocked"] if hardware.gemm == "auto" else [hardware.gemm]
+        return _fast_table(hardware.vendor)
+    candidates = _candidates(hardware)
     if mode == "run":
-        return ReferenceOps("whole" if hardware.gemm == "auto" else hardware.gemm)
+        return candidates[0]
     found: dict[str, list[str]] = {}
-    for path in paths:
-        ops = ReferenceOps("whole" if path == "whole" else "blocked")
+    for ops in candidates:
         # fp32 is probed for bf16 runs too: their sums are fp32, and rounding would hide most differences.
-        dtypes = {torch.float32, dtype}
-        found[path] = sorted({f for s in shapes for d in dtypes for f in failures(ops, s, d, device)})
-        if not found[path]:
+        dtypes = {torch.float32, dtype} if hardware.vendor == "cpu" else {dtype}
+        found[ops.name] = sorted({f for s in shapes for d in dtypes for f in failures(ops, s, d, device)})
+        if not found[ops.name]:
             return ops
-    listed = "; ".join(f"gemm {path}: {', '.join(names)}" for path, names in found.items())
+    listed = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in found.items())
     raise InvarianceError(
         f"invariance.mode: got layout; this platform does not hold it ({listed}); "
         "hint: hardware.threads=1, hardware.gemm=blocked, or invariance.mode=run"
     )
+
+
+def _candidates(hardware: HardwareConfig) -> list[OpTable]:
+    """Tables to try, fastest first."""
+    if hardware.vendor == "cuda":
+        return [_cuda("table").CudaOps()]
+    if hardware.vendor == "npu" or hardware.gemm == "blocked":
+        return [ReferenceOps("blocked")]
+    return [ReferenceOps("whole")] + ([ReferenceOps("blocked")] if hardware.gemm == "auto" else [])
+
+
+def _fast_table(vendor: str) -> OpTable:
+    if vendor == "cuda":
+        table: OpTable = _cuda("fast").FastCudaOps()
+        return table
+    return FastOps()
+
+
+def _cuda(module: str) -> Any:
+    """A module of kernels/cuda, which needs Triton."""
+    try:
+        return importlib.import_module(f"unirl_scale.kernels.cuda.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"hardware.vendor: got cuda; needs the package triton ({error}); "
+            "hint: pip install 'unirl-scale[cuda]'"
+        ) from error
 
 
 def probe_shapes(model: ModelConfig, leaves: int) -> ProbeShapes:

@@ -22,6 +22,7 @@ from unirl_scale.parallel.block import Rope
 from unirl_scale.parallel.chunk import TIED, Chunk, Head, chunk_ranges, chunk_specs
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.flat import FlatSpace
+from unirl_scale.parallel.grad_norm import SegmentNorms
 from unirl_scale.parallel.gradients import Gradients
 from unirl_scale.parallel.optimizer import AdamStep, ChunkOptimizer, Reduced
 from unirl_scale.parallel.packing import Packed, pack
@@ -29,8 +30,9 @@ from unirl_scale.parallel.pipeline import run_schedule
 from unirl_scale.parallel.samples import Sample, SlotPlan, plan_slots
 from unirl_scale.parallel.schedule import forward_only, one_f_one_b
 from unirl_scale.parallel.scored import pad_scored, split_scored, unpad_scored
-from unirl_scale.parallel.segments import Label, SegmentIndex, segment_digests, segment_sumsq
+from unirl_scale.parallel.segments import Label, SegmentIndex, segment_digests
 from unirl_scale.parallel.spec import parameter_specs
+from unirl_scale.rl.reduce import tree_sum
 
 # (sample numbers, scores: one fp32 [n, S] tensor each) -> weighted token losses [n, S] and named diagnostics
 # [n, S].
@@ -96,6 +98,7 @@ class NativeEngine:
             for layers in self.ranges[context.at.pp :: mesh.pp]
         ]
         self.optimizers = [ChunkOptimizer(c) for c in self.chunks] if trainable else []
+        self.norms = [SegmentNorms(o.chunk, o.ranges) for o in self.optimizers]
         self.segments = SegmentIndex(self.chunks, self.ranges)
         self.adam_steps = 0
         self._gradients: list[Gradients] | None = None
@@ -206,12 +209,10 @@ class NativeEngine:
         with torch.enable_grad():
             losses, diagnostics = token_loss(numbers, padded)
             grads = torch.autograd.grad(losses.sum(), padded, allow_unused=True)
-        sums = {"": losses.detach(), **diagnostics}
-        for name, values in sums.items():
+        # Masked slots hold +0, so the sum over tokens does not depend on the padded width.
+        for name, values in {"": losses.detach(), **diagnostics}.items():
             target = results.loss if name == "" else results.diagnostics.setdefault(name, {})
-            for row, number in enumerate(numbers):
-                length = packed.score_spans.lengths[row]
-                target[number] = self.ctx.ops.tree_sum(values[row, :length].float().contiguous())
+            target.update(zip(numbers, tree_sum(values.float(), -1) + 0.0))
         zero = torch.zeros_like(padded[0])
         return tuple(unpad_scored(zero if g is None else g, packed) for g in grads)
 
@@ -228,13 +229,10 @@ class NativeEngine:
             tied = part if part is not None else tied
         self._gradients = None
         self._add_tied(tied, tied_ranges)
-        parts = [
-            segment_sumsq(o.chunk, o.ranges, r.shard, r.replicated)
-            for o, r in zip(self.optimizers, self._reduced)
-        ]
+        parts = [n.sums(r.shard, r.replicated) for n, r in zip(self.norms, self._reduced)]
         labels, sums = self.segments.collect(torch.cat(parts))
         self._sums = dict(zip(labels, sums.squeeze(1).tolist()))
-        return float(self.ctx.ops.tree_sum(sums.cpu())[0])
+        return float(tree_sum(sums, 0)[0])
 
     def _tied_ranges(self) -> list[range] | None:
         """Who owns which part of the embedding, on the first stage."""

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unirl_scale.kernels.spans import Spans
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,7 @@ class Packed:
         score_rows: int64 [R], packed rows whose next token is scored (a response token).
         score_targets: int64 [R], those next tokens.
         score_spans: scored rows of each sample.
+        score_cells: int64 [R], places of the scored rows in a padded [n, S], row-major.
         own_rows: int64 [T / tp], packed rows of this rank's token blocks.
         gather_index: int64 [T]; rank-major gathered rows indexed by it are in packed order. None when they
             are already.
@@ -38,6 +43,7 @@ class Packed:
     score_rows: Tensor
     score_targets: Tensor
     score_spans: Spans
+    score_cells: Tensor
     own_rows: Tensor
     gather_index: Tensor | None
 
@@ -57,45 +63,41 @@ def pack(
     device: torch.device,
 ) -> Packed:
     """Lay samples end to end. Every prompt has at least one token; a response may be empty."""
-    ids: list[int] = []
-    positions: list[int] = []
-    lengths, rows, targets, scored, own = [], [], [], [], []
-    for prompt, response in zip(prompts, responses):
-        tokens = [*prompt, *response]
-        start, padded = len(ids), -(-len(tokens) // leaves) * leaves
-        ids += tokens + [-1] * (padded - len(tokens))
-        positions += range(padded)
-        lengths.append(padded)
-        rows += range(start + len(prompt) - 1, start + len(tokens) - 1)
-        targets += response
-        scored.append(len(response))
-        each = padded // tp
-        own += range(start + tp_rank * each, start + (tp_rank + 1) * each)
-
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int64)
+    scored = np.array([len(r) for r in responses], dtype=np.int64)
+    padded = -(-(prompt_lengths + scored) // leaves) * leaves
+    starts = np.cumsum(padded) - padded
+    ids = np.full(int(padded.sum()), -1, dtype=np.int64)
+    for start, prompt, response in zip(starts, prompts, responses):
+        ids[start : start + len(prompt)] = prompt
+        ids[start + len(prompt) : start + len(prompt) + len(response)] = response
+    width = int(scored.max(initial=0))
     return Packed(
-        ids=tensor(ids),
-        positions=tensor(positions),
-        spans=Spans.of(lengths, device),
-        score_rows=tensor(rows),
-        score_targets=tensor(targets),
-        score_spans=Spans.of(scored, device),
-        own_rows=tensor(own),
-        gather_index=_gather_index(lengths, tp, device),
+        ids=_to(ids, device),
+        positions=_to(_ranges(np.zeros_like(padded), padded), device),
+        spans=Spans.of(padded.tolist(), device),
+        score_rows=_to(_ranges(starts + prompt_lengths - 1, scored), device),
+        score_targets=_to(ids[_ranges(starts + prompt_lengths, scored)], device),
+        score_spans=Spans.of(scored.tolist(), device),
+        score_cells=_to(_ranges(np.arange(len(scored)) * width, scored), device),
+        own_rows=_to(_ranges(starts + tp_rank * (padded // tp), padded // tp), device),
+        gather_index=_gather_index(padded, tp, device),
     )
 
 
-def _gather_index(lengths: list[int], tp: int, device: torch.device) -> Tensor | None:
-    if tp == 1 or len(lengths) == 1:
+def _ranges(starts: Integers, lengths: Integers) -> Integers:
+    """start, start + 1, ... of each range, end to end."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+
+
+def _gather_index(padded: Integers, tp: int, device: torch.device) -> Tensor | None:
+    if tp == 1 or len(padded) == 1:
         return None
-    total = sum(lengths)
-    index, offset = [], 0
-    for n in lengths:
-        each = n // tp
-        for rank in range(tp):
-            first = rank * (total // tp) + offset // tp
-            index.append(torch.arange(first, first + each))
-        offset += n
-    return torch.cat(index).to(device)
+    each = padded // tp
+    first = (np.cumsum(each) - each).reshape(-1, 1) + np.arange(tp) * int(each.sum())
+    return _to(_ranges(first.reshape(-1), np.repeat(each, tp)), device)
+
+
+def _to(values: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -15,12 +15,12 @@ def split_scored(values: Tensor, packed: Packed) -> tuple[Tensor, ...]:
 
 def pad_scored(values: Tensor, packed: Packed) -> Tensor:
     """[R] -> fp32 [n, S], zero past each response."""
-    out = torch.zeros(len(packed.score_spans), packed.score_spans.max_length, device=values.device)
-    for row, part in enumerate(split_scored(values, packed)):
-        out[row, : part.numel()] = part
-    return out
+    spans = packed.score_spans
+    out = torch.zeros(len(spans) * spans.max_length, device=values.device)
+    out[packed.score_cells] = values.detach().float()
+    return out.view(len(spans), spans.max_length)
 
 
 def unpad_scored(values: Tensor, packed: Packed) -> Tensor:
     """[n, S] -> [R]."""
-    return torch.cat([values[row, :n] for row, n in enumerate(packed.score_spans.lengths)])
+    return values.reshape(-1)[packed.score_cells]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unirl_scale.comm.tree import combine, maximal_nodes, split_contiguous
+from unirl_scale.comm.tree import split_contiguous
 from unirl_scale.parallel.chunk import Chunk, ChunkRange, chunk_specs
-from unirl_scale.parallel.flat import BLOCK, FlatSpace, Piece, padded_blocks
+from unirl_scale.parallel.flat import BLOCK, FlatSpace
 from unirl_scale.parallel.spec import ParamSpec
 
 Label = tuple[int, int]  # canonical parameter number, leaf
@@ -64,41 +64,6 @@ def _labels(specs: Sequence[Sequence[tuple[int, ParamSpec]]], held: range) -> li
             space = FlatSpace([(n, s) for n, s in chunk if s.leafed == leafed], held)
             out += [(s.param, s.leaf) for s in space.segments]
     return out
-
-
-# ---- sums of squares --------------------------------------------------------------------------------
-def segment_sumsq(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicated: Tensor) -> Tensor:
-    """fp64 [segments of the chunk, 1]: canonical sum of squares of a sharded and a replicated flat tensor.
-
-    Every owner ships the maximal nodes of its blocks; everyone finishes the trees.
-    """
-    ctx, space = chunk.ctx, chunk.leafed
-    owned = ranges[ctx.dp.index]
-    mine: list[Tensor] = []
-    for piece in space.pieces(owned):
-        sums = ctx.ops.block_sumsq(padded_blocks(shard[piece.start - owned.start : piece.end - owned.start]))
-        mine += [ctx.ops.tree_sum(sums[a - piece.first : b - piece.first]) for a, b in _nodes(piece)]
-    values = torch.stack(mine) if mine else torch.empty(0, dtype=torch.float64, device=shard.device)
-    owners = [list(space.pieces(r)) for r in ranges]
-    sizes = [sum(len(_nodes(p)) for p in pieces) for pieces in owners]
-    gathered = ctx.dp.all_gather_uneven(values, sizes).tolist()
-    nodes: dict[Label, dict[tuple[int, int], float]] = {}
-    position = 0
-    for piece in (p for pieces in owners for p in pieces):
-        held = nodes.setdefault((piece.segment.param, piece.segment.leaf), {})
-        for node in _nodes(piece):
-            held[node] = gathered[position]
-            position += 1
-    sums_by_segment = [combine(nodes[s.param, s.leaf], s.blocks, lambda a, b: a + b) for s in space.segments]
-    whole = chunk.replicated
-    for piece in whole.pieces(range(whole.numel)):
-        blocks = ctx.ops.block_sumsq(padded_blocks(replicated[piece.start : piece.end]))
-        sums_by_segment.append(float(ctx.ops.tree_sum(blocks)))
-    return torch.tensor(sums_by_segment, dtype=torch.float64, device=shard.device).unsqueeze(1)
-
-
-def _nodes(piece: Piece) -> tuple[tuple[int, int], ...]:
-    return maximal_nodes(piece.first, piece.stop, piece.segment.blocks)
 
 
 # ---- digests ----------------------------------------------------------------------------------------

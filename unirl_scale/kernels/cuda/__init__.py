@@ -1,0 +1,1 @@
+"""Op table for NVIDIA GPUs, in Triton."""

@@ -1,0 +1,156 @@
+"""Causal attention of any head size, forward and decode, in one schedule of KV blocks from position 0.
+
+A query row meets the KV blocks of its sample in order; each step rescales the running sum and adds one
+block (online softmax: Milakov & Gimelshein 2018; Dao et al. 2022). Blocks have one size, so a row's
+arithmetic depends on its position alone: a wholly masked block multiplies by exp2(0) = 1 and adds exact
+zeros. Decode runs the same step with the query heads of a group as the rows of the tile, and so gives
+training's bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unirl_scale.kernels.spans import Spans
+
+LOG2_E = 1.4426950408889634
+
+
+def kv_block(dtype: torch.dtype, width: int) -> int:
+    """Rows of a KV block, the one size that training, prefill and decode share."""
+    if dtype == torch.float32:
+        return 32
+    return 128 if width <= 128 else 64
+
+
+def query_block(dtype: torch.dtype) -> int:
+    """Rows of a query tile: a tensor-core instruction is 64 high; fp32 has none."""
+    return 64 if dtype == torch.bfloat16 else 32
+
+
+@triton.jit
+def online_step(acc, total, top, scores, v, scale_log2):
+    """Absorb a KV block. scores fp32 [M, N], -inf where masked; v [N, D]; acc [M, D]; total, top [M]."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_top
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_ptr, scale_log2,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program a (query tile, head, sample); the longest tiles start first."""
+    start = tl.load(cu_ptr + tl.program_id(2)).to(tl.int64)
+    length = (tl.load(cu_ptr + tl.program_id(2) + 1).to(tl.int64) - start).to(tl.int32)
+    head = tl.program_id(1)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if first < length:
+        row, col, dim = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        q_at = q_ptr + (start + row)[:, None] * q_token + head * q_head + dim[None, :]
+        q = tl.load(q_at, mask=(row < length)[:, None] & (dim < width)[None, :], other=0.0)
+        k_at = k_ptr + (start + col)[:, None] * k_token + (head // group) * k_head + dim[None, :]
+        v_at = v_ptr + (start + col)[:, None] * v_token + (head // group) * v_head + dim[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        for j in range(0, tl.minimum(first + BLOCK_M, length), BLOCK_N):
+            inside = (j + col < length)[:, None] & (dim < width)[None, :]
+            k = tl.load(k_at, mask=inside, other=0.0)
+            v = tl.load(v_at, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.where((j + col)[None, :] <= row[:, None], scores, float("-inf"))
+            acc, total, top = online_step(acc, total, top, scores, v, scale_log2)
+            k_at += BLOCK_N * k_token
+            v_at += BLOCK_N * v_token
+        o_at = o_ptr + ((start + row)[:, None] * heads + head) * width + dim[None, :]
+        mask = (row < length)[:, None] & (dim < width)[None, :]
+        tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
+        lse = (top + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + (start + row) * heads + head, lse, mask=row < length)
+
+
+@triton.jit
+def attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lengths_ptr, scale_log2,
+    q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program a (kv head, sample); its rows are the query heads of the group."""
+    batch = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(0)
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    row, col, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    head = kv_head * group + row
+    mask = (row < group)[:, None] & (dim < width)[None, :]
+    q = tl.load(q_ptr + batch * q_token + head[:, None] * q_head + dim[None, :], mask=mask, other=0.0)
+    k_at = k_ptr + batch * k_batch + col[:, None].to(tl.int64) * k_token + kv_head * k_head + dim[None, :]
+    v_at = v_ptr + batch * v_batch + col[:, None].to(tl.int64) * v_token + kv_head * v_head + dim[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for j in range(0, length, BLOCK_N):
+        inside = (j + col < length)[:, None] & (dim < width)[None, :]
+        k = tl.load(k_at, mask=inside, other=0.0)
+        v = tl.load(v_at, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where((j + col < length)[None, :], scores, float("-inf"))
+        acc, total, top = online_step(acc, total, top, scores, v, scale_log2)
+        k_at += BLOCK_N * k_token
+        v_at += BLOCK_N * v_token
+    o_at = o_ptr + (batch * heads + head)[:, None] * width + dim[None, :]
+    tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
+
+
+def _blocks(q: Tensor) -> dict[str, int]:
+    width = q.shape[2]
+    return {
+        "width": width,
+        "BLOCK_M": query_block(q.dtype),
+        "BLOCK_N": kv_block(q.dtype, width),
+        "BLOCK_D": max(16, triton.next_power_of_2(width)),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """q [T, h, d], k/v [T, hk, d], last dims contiguous -> (o [T, h, d], lse fp32 [T, h])."""
+    tokens, heads, width = q.shape
+    o = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if spans.max_length:
+        blocks = _blocks(q)
+        grid = (triton.cdiv(spans.max_length, blocks["BLOCK_M"]), heads, len(spans))
+        attention_kernel[grid](
+            q, k, v, o, lse, spans.cu_seqlens, scale * LOG2_E,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            heads=heads, group=heads // k.shape[1], **blocks,
+        )  # fmt: skip
+    return o, lse
+
+
+def attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """q [B, h, d], caches [B, S, hk, d], lengths int64 [B] -> [B, h, d]."""
+    batch, heads, width = q.shape
+    o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
+    if batch:
+        kv_heads = k_cache.shape[2]
+        attention_decode_kernel[(kv_heads, batch)](
+            q, k_cache, v_cache, o, lengths, scale * LOG2_E,
+            q.stride(0), q.stride(1),
+            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+            heads=heads, group=heads // kv_heads, **_blocks(q),
+        )  # fmt: skip
+    return o

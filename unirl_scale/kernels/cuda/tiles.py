@@ -1,0 +1,71 @@
+"""Launch shapes of the Hopper products. No choice here can move a bit; check.py and the device tests prove
+it.
+
+Measured on an H200 (benchmarks/gemm.py prints the table); BLOCK_K is not a choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GEMM_ROWS = 128
+# Time of a tile relative to a 128 x 256 one, K being equal.
+_TILE_COST = {256: 1.0, 128: 0.53, 64: 0.31}
+SHARED_BYTES = 225 * 1024  # of a program, less barriers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmTile:
+    """A persistent product kernel: 128 x n tiles with `stages` tiles of a and b in flight; a store hands over
+    `store` columns."""
+
+    n: int
+    stages: int
+    store: int
+    group_m: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTile:
+    """A decode product: w rows of the weight by k columns a step."""
+
+    w: int
+    k: int
+    stages: int
+    warps: int = 4
+
+
+def _stages(n: int, store_bytes: int) -> int:
+    return min(8, (SHARED_BYTES - store_bytes) // ((GEMM_ROWS + n) * 64 * 2))
+
+
+def gemm_tile(rows: int, columns: int, groups: int, leaves: int, out_bytes: int, programs: int) -> GemmTile:
+    """The tile that finishes first: waves of programs times the cost of a tile.
+
+    Args:
+        leaves: summed in one program; from three on, a finished node waits in the fp32 store buffer.
+        out_bytes: of an element of the result.
+    """
+    widths = (256, 128, 64) if leaves == 1 else (128, 64)
+
+    def cost(n: int) -> float:
+        tiles = -(-rows // GEMM_ROWS) * -(-columns // n) * groups
+        return -(-tiles // programs) * _TILE_COST[n]
+
+    n = min(widths, key=cost)
+    store = min(n, 128) if out_bytes == 4 else n
+    return GemmTile(n=n, stages=_stages(n, GEMM_ROWS * store * out_bytes), store=store)
+
+
+def weight_grad_tile(rows: int, columns: int, leaves: int, programs: int) -> GemmTile:
+    """The running sum of a tile stays in shared memory in fp32, so it is at most 128 wide."""
+    del rows, leaves, programs
+    n = 128 if columns > 64 else 64
+    return GemmTile(n=n, stages=_stages(n, GEMM_ROWS * n * 4), store=n)
+
+
+def decode_tile(block_x: int, columns: int, groups: int, programs: int) -> DecodeTile:
+    """As many bytes in flight as shared memory holds; narrow tiles where wide ones leave programs idle."""
+    w = 64 if columns * groups >= 32 * programs else 32
+    k = 128
+    return DecodeTile(w=w, k=k, stages=min(8, SHARED_BYTES // ((w + block_x) * k * 2)))
