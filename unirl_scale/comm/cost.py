@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from unirl_scale.core.errors import PlanError
@@ -40,6 +40,7 @@ class Tier:
         s0_bytes: message size at which half the bandwidth is reached; adds s0/beta to each step.
         floor_us: least time of a call at this tier.
         mesh: each pair has wires of its own, so all peers are reached in one step.
+        port: tiers of one port share its wire: a device's NIC serves its leaf and what lies beyond.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Tier:
     s0_bytes: float = 0.0
     floor_us: float = 0.0
     mesh: bool = False
+    port: str = ""
 
     def time_us(self, steps: float, sent_bytes: float) -> float | None:
         """Time of `steps` steps that send `sent_bytes` in all; None when a figure that matters is unknown."""
@@ -108,12 +110,12 @@ _ONE_TIER: dict[str, dict[str, _Term]] = {
     },
     "all_reduce": {
         "ring": lambda n: (2 * (n - 1), 2 * _share(n)),
-        "tree": lambda n: (2 * _log2(n), 2.0 if n > 1 else 0.0),
+        "tree": lambda n: (2 * _log2(n), 2.0),
         "halving_doubling": lambda n: _halving_doubling(n),
         "nhr": lambda n: (2 * _log2(n), 2 * _share(n)),
     },
     "all_to_all": {"pairwise": lambda n: (n - 1, _share(n))},
-    "broadcast": {"tree": lambda n: (_log2(n), 1.0 if n > 1 else 0.0)},
+    "broadcast": {"tree": lambda n: (_log2(n), 1.0)},
     "p2p": {"direct": lambda n: (1, 1.0)},
 }
 _ONE_TIER["all_gather"] = _ONE_TIER["reduce_scatter"]
@@ -128,11 +130,13 @@ def _halving_doubling(n: int) -> tuple[float, float]:
 
 def one_tier(collective: Collective, algorithm: str, size: float, tier: Tier) -> Cost | None:
     """Cost on a single tier, or None where the algorithm does not apply."""
+    if tier.size == 1:
+        return Cost(algorithm="none", time_us=0.0, sent_bytes=(0.0,), steps=(0.0,))
     if algorithm == "mesh":
         if not tier.mesh or collective in ("broadcast", "p2p"):
             return None
         rounds = 2 if collective == "all_reduce" else 1
-        term: tuple[float, float] | None = (rounds if tier.size > 1 else 0, rounds * _share(tier.size))
+        term: tuple[float, float] | None = (rounds, rounds * _share(tier.size))
     elif algorithm == "chain" and collective == "broadcast":
         return _chain(size, tier)
     else:
@@ -151,10 +155,9 @@ def _chain(size: float, tier: Tier) -> Cost:
     pieces = 1.0
     if n > 2 and tier.alpha_us and tier.beta_gb_per_s:
         pieces = max(1.0, math.sqrt((n - 2) * size / (tier.alpha_us * tier.beta_gb_per_s * 1e3)))
-    steps = n - 2 + pieces if n > 1 else 0
-    stretched = size * steps / pieces if n > 1 else 0.0
-    time = tier.time_us(steps, stretched)
-    return Cost(algorithm="chain", time_us=time, sent_bytes=(size if n > 1 else 0.0,), steps=(steps,))
+    steps = n - 2 + pieces
+    time = tier.time_us(steps, size * steps / pieces)
+    return Cost(algorithm="chain", time_us=time, sent_bytes=(size,), steps=(steps,))
 
 
 def best_one_tier(
@@ -186,12 +189,14 @@ def ring(collective: Collective, size: float, tiers: Sequence[Tier]) -> Cost:
     n = total_size(tiers)
     rounds = 2 if collective == "all_reduce" else 1
     moved = rounds * _share(n) * size
-    steps, sent, members = [], [], 1
+    steps, sent, ports = [], [], list(dict.fromkeys(t.port or t.name for t in tiers))
+    members, carriers = 1, dict.fromkeys(ports, 1)
     for tier in tiers:
-        parts = n // members  # parts that this tier and the ones above it join
-        crossings = parts * _share(tier.size) if tier.size > 1 else 0
-        steps.append(rounds * crossings * (n - 1) / n)
-        sent.append(moved / members if tier.size > 1 else 0.0)
+        port = tier.port or tier.name
+        if carriers[port] == 1:  # tiers of one port carry the same slice, one or the other at a time
+            carriers[port] = members
+        steps.append(rounds * (n // members) * _share(tier.size) * _share(n))
+        sent.append(moved / carriers[port] if tier.size > 1 else 0.0)
         members *= tier.size
     waits = [t.time_us(s, 0.0) for t, s in zip(tiers, steps)]
     flows = [t.time_us(0.0, b) for t, b in zip(tiers, sent)]
@@ -206,6 +211,16 @@ def hierarchical(
     inner, *outer = tiers
     if not outer:
         return best_one_tier(collective, size, inner, allowed)
+    if total_size(outer) == 1 or inner.size == 1:  # nothing to join on one side: no hierarchy
+        alone = inner.size > 1 or total_size(outer) == 1
+        only = (
+            best_one_tier(collective, size, inner, allowed)
+            if alone
+            else hierarchical(collective, size, outer, allowed)
+        )
+        rest = (0.0,) * len(outer) if alone else ()
+        head = () if alone else (0.0,)
+        return replace(only, sent_bytes=(*head, *only.sent_bytes, *rest), steps=(*head, *only.steps, *rest))
     stages: dict[Collective, tuple[Collective, ...]] = {"all_reduce": ("reduce_scatter", "all_gather")}
     parts = [best_one_tier(c, size, inner, allowed) for c in stages.get(collective, (collective,))]
     shrinks = collective in ("all_reduce", "reduce_scatter", "all_gather")

@@ -73,10 +73,14 @@ def bound_us(collective: Collective, size: float, tiers: Sequence[Tier]) -> floa
         return 0.0
     n = total_size(tiers)
     rates = [(t.beta_gb_per_s or 0.0) * 1e3 for t in used]
+    ports: dict[str, float] = {}
+    for tier, rate in zip(used, rates):
+        port = tier.port or tier.name
+        ports[port] = max(ports.get(port, 0.0), rate)
     if collective in ("broadcast", "p2p"):
-        return size / math.fsum(rates)
+        return size / math.fsum(ports.values())
     rounds = 2 if collective == "all_reduce" else 1
-    device = (n - 1) / n * size / math.fsum(rates)
+    device = (n - 1) / n * size / math.fsum(ports.values())
     times = [device]
     below = 1
     for tier, rate in zip(used, rates):

@@ -111,6 +111,13 @@ class Choice:
     others: tuple[Cost, ...] = ()
 
 
+_NEAR = 1.03
+
+
+def _top_bytes(cost: Cost, tiers: Sequence[Tier]) -> float:
+    return next((b for b, t in zip(cost.sent_bytes[::-1], tiers[::-1]) if t.size > 1), 0.0)
+
+
 def choose(
     collective: Collective,
     size: float,
@@ -124,8 +131,8 @@ def choose(
     """The cheapest algorithm that keeps the contract.
 
     `ordered` reductions may only use our own algorithms; everything else moves bytes and may use any that the
-    vendor has (`allowed`). With unknown figures the choice falls on fewest bytes on the outermost tier, then
-    fewest steps.
+    vendor has (`allowed`). Within 3 % of the best time, and where figures are unknown, the choice falls on
+    fewest bytes on the outermost tier, whose switches other groups share, then fewest steps.
     """
     found: list[tuple[Cost, tuple[int, ...]]] = []
     if ordered and collective == "reduce_scatter":
@@ -146,9 +153,12 @@ def choose(
     def order(item: tuple[Cost, tuple[int, ...]]) -> tuple[float, float, float, int]:
         cost, blocks = item
         known = cost.time_us if cost.time_us is not None else math.inf
-        return known, cost.sent_bytes[-1], sum(cost.steps), len(blocks)
+        near = best if known <= best * _NEAR else known
+        return near, _top_bytes(cost, tiers), known if known < math.inf else sum(cost.steps), len(blocks)
 
+    best = min(c.time_us if c.time_us is not None else math.inf for c, _ in found)
     cost, blocks = min(found, key=order)
+
     return Choice(cost=cost, blocks=blocks, others=tuple(c for c, _ in found if c is not cost))
 
 

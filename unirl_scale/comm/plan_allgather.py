@@ -2,10 +2,11 @@
 
 Every shard is cut into pieces, and each piece reaches everybody along a tree. Device j of box B sends its
 shard to device j of every other box over the network, and to the rest of box B over the scale-up links.
-Device i of box A gets it from device j of its own box, except for a fraction that comes from device i of box B over
-the network; that fraction, one number a device, is set so that inner links and network finish together. A
-pair without its wire relays through all common peers; a device without any inner link hangs on the network.
-The loads are counted edge by edge by `measure`, which does not know how the trees were made.
+Device i of box A gets it from device j of its own box, except for a fraction that comes from device i of
+box B over the network; that fraction, one number a device, is set so that inner links and network finish
+together. A pair without its wire relays through all common peers; a device without any inner link hangs
+on the network. The loads are counted edge by edge by `measure`, which does not know how the trees were
+made.
 """
 
 from __future__ import annotations
