@@ -7,13 +7,21 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from unirl_scale.core.errors import CommError, ConfigError
 from unirl_scale.core.ranks import RankInfo
-from unirl_scale.launch.preflight import MAX_SKEW_S, Facts, host_problems, port_is_free, preflight
+from unirl_scale.launch.preflight import (
+    MAX_SKEW_S,
+    Facts,
+    name_problem,
+    port_is_free,
+    port_problem,
+    preflight,
+)
 
 
 class ThreadStore:
@@ -38,13 +46,22 @@ class ThreadStore:
                 raise RuntimeError("wait timeout")
             return [self._values[key] for key in keys]
 
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.multi_get(keys)
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
 
 # Two ranks on each of two hosts.
 FACTS = [
-    Facts(host=f"host-{rank // 2}", leads=rank % 2 == 0, device=str(rank % 2), equal={"torch": "2.13"})
+    Facts(
+        host=f"host-{rank // 2}",
+        machine=f"boot-{rank // 2}",
+        leads=rank % 2 == 0,
+        device=str(rank % 2),
+        equal={"torch": "2.13"},
+    )
     for rank in range(4)
 ]
 
@@ -156,21 +173,25 @@ def unresolved(host: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("several", "interface", "resolve", "words"),
+    ("resolve", "words"),
     [
-        (True, "", lambda host: ["127.0.1.1"], "got 127.0.1.1 for its own name"),
-        (True, "", unresolved, "got a host name without address"),
-        (True, "", lambda host: ["10.0.0.1"], ""),
-        (True, "eth0", unresolved, ""),
-        (False, "", unresolved, ""),
+        (lambda host: ["127.0.1.1"], "got 127.0.1.1 for its own name"),
+        (unresolved, "got a host name without address"),
+        (lambda host: ["10.0.0.1", "127.0.1.1"], ""),
     ],
 )
-def test_a_host_whose_name_leads_nowhere(
-    several: bool, interface: str, resolve: Callable[[str], list[str]], words: str
-) -> None:
-    problems = host_problems("host-1", several_hosts=several, interface=interface, ports=(), resolve=resolve)
-    assert len(problems) == bool(words)
-    assert words in "".join(problems)
+def test_a_name_that_leads_nowhere(resolve: Callable[[str], list[str]], words: str) -> None:
+    problem = name_problem("host-1", resolve)
+    assert words in problem
+    assert bool(words) == bool(problem)
+
+
+def test_a_host_must_be_reachable_only_where_there_are_others(tmp_path: Path) -> None:
+    message = refusal(fly([tmp_path, tmp_path], changed(2, unreachable="got a bad name")))
+    assert message.splitlines()[1:] == ["  host-1: got a bad name"]
+    # two agents of torchrun on one machine: each is a host of its own in the ranks' variables
+    one = [replace(facts, machine="boot-0", unreachable="got a bad name") for facts in FACTS]
+    assert fly([tmp_path, tmp_path], one) == [None] * 4
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -179,8 +200,6 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert not port_is_free(port)
-        problems = host_problems(
-            "host-1", several_hosts=False, interface="", ports=[port], resolve=unresolved
-        )
-        assert problems[0].startswith(f"got ports {port} in use")
+        assert port_problem([port]).startswith(f"got ports {port} in use")
     assert port_is_free(port)
+    assert port_problem([port]) == ""

@@ -6,6 +6,7 @@ import hashlib
 import platform
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from unirl_scale.core.errors import CommError, ConfigError
 from unirl_scale.core.load import dump
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.environment import VISIBLE_DEVICES
-from unirl_scale.launch.preflight import Facts, host_problems, preflight, resolve
+from unirl_scale.launch.preflight import Facts, name_problem, port_problem, preflight, resolve
 from unirl_scale.train.rundir import software
 
 if TYPE_CHECKING:
@@ -104,19 +105,17 @@ class Meeting:
         cfg, info, environ = self._cfg, self._info, self._environ
         vendor, host = cfg.hardware.vendor, socket.gethostname()
         leads = info.local_rank == 0
-        several = info.world_size > info.local_world_size
         base = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
-        problems = host_problems(
-            host,
-            several_hosts=several and vendor == "cpu",
-            interface=environ.get("GLOO_SOCKET_IFNAME", ""),
-            ports=range(base, base + _HCCL_PORTS) if vendor == "npu" else (),
-            resolve=resolve,
-        )
+        ports = range(base, base + _HCCL_PORTS) if vendor == "npu" and leads else ()
+        taken = port_problem(ports)
+        by_name = vendor == "cpu" and leads and not environ.get("GLOO_SOCKET_IFNAME")
         return Facts(
             host=host,
+            machine=_machine(host),
             leads=leads,
             device=environ.get(VISIBLE_DEVICES[vendor], "") if vendor in VISIBLE_DEVICES else "",
+            problems=[taken] if taken else (),
+            unreachable=name_problem(host, resolve) if by_name else "",
             equal={
                 "config": hashlib.sha256(dump(cfg).encode()).hexdigest()[:12],
                 **{name: version for name, version in software().items() if name != "platform"},
@@ -125,8 +124,14 @@ class Meeting:
                 **_hardware(vendor),
                 **equal,
             },
-            problems=problems if leads else (),
         )
+
+
+def _machine(host: str) -> str:
+    """The same for all ranks of one machine, and another for any other."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return host
 
 
 def _hardware(vendor: str) -> dict[str, str]:

@@ -12,7 +12,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +31,7 @@ _HINTS = {
     "device": "one kind of accelerator in a job",
 }
 _RANKS_SHOWN = 8
+_SEEN = timedelta(seconds=10)
 
 
 class Store(Protocol):
@@ -38,6 +41,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +50,22 @@ class Facts:
 
     Attributes:
         host: name of its host.
+        machine: what tells hosts of one name apart, and one host from several.
         leads: it is the one that answers for its host.
         device: the accelerator it uses, unique on its host; "" = CPU.
         equal: name -> what must be the same on all ranks (versions, kernels, config, ...).
         problems: what is wrong on its host, each with its hint.
+        unreachable: what is wrong where other hosts must reach this one; "" = nothing.
         marked: it wrote its mark into the shared directory.
     """
 
     host: str
+    machine: str = ""
     leads: bool
     device: str = ""
     equal: Mapping[str, str] = field(default_factory=dict)
     problems: Sequence[str] = ()
+    unreachable: str = ""
     marked: bool = False
 
 
@@ -93,7 +101,9 @@ def _answer(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Calla
     if facts.leads:
         store.get("ping")
         store.set(f"time/{info.rank}", repr(now()))
-    if store.get("verdict") != b"ok":
+    verdict = store.get("verdict")
+    store.set(f"seen/{info.rank}", "")
+    if verdict != b"ok":
         raise CommError("pre-flight: rank 0 refused to start; its message names the hosts")
 
 
@@ -106,6 +116,7 @@ def _judge(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Callab
         leaders = [rank for rank, other in enumerate(gathered) if other.leads and rank]
         lines = [
             *(f"{other.host}: {problem}" for other in gathered for problem in other.problems),
+            *_unreachable(gathered),
             *_differences(gathered),
             *_shared_devices(gathered),
             *_unshared(marks, leaders, gathered),
@@ -115,6 +126,7 @@ def _judge(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Callab
         shutil.rmtree(marks, ignore_errors=True)
     store.set("verdict", "refused" if lines else "ok")
     if lines:
+        _wait_until_seen(store, others)
         raise ConfigError("\n  ".join(["pre-flight: the job cannot start", *dict.fromkeys(lines)]))
 
 
@@ -129,6 +141,12 @@ def _collect(store: Store, kind: str, ranks: Sequence[int]) -> list[bytes]:
             f"pre-flight: got no word from ranks {_some(missing)}; all must start; "
             "hint: see their logs, and whether they can reach this host"
         ) from error
+
+
+def _wait_until_seen(store: Store, ranks: Sequence[int]) -> None:
+    """The store ends with rank 0: let the others read the verdict first."""
+    with suppress(RuntimeError):  # a rank that is gone needs no verdict
+        store.wait([f"seen/{rank}" for rank in ranks], _SEEN)
 
 
 def _some(ranks: Sequence[int]) -> str:
@@ -154,16 +172,23 @@ def _differences(gathered: Sequence[Facts]) -> list[str]:
 
 
 def _shared_devices(gathered: Sequence[Facts]) -> list[str]:
-    users: dict[tuple[str, str], list[int]] = {}
+    users: dict[tuple[str, str, str], list[int]] = {}
     for rank, facts in enumerate(gathered):
         if facts.device:
-            users.setdefault((facts.host, facts.device), []).append(rank)
+            users.setdefault((facts.host, facts.machine, facts.device), []).append(rank)
     return [
         f"{host}: got ranks {_some(ranks)} on device {device}; each must have its own; "
         "hint: let CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES list a device for each rank of the host"
-        for (host, device), ranks in users.items()
+        for (host, _, device), ranks in users.items()
         if len(ranks) > 1
     ]
+
+
+def _unreachable(gathered: Sequence[Facts]) -> list[str]:
+    """Hosts that the others cannot reach; nothing when all ranks are on one."""
+    if len({facts.machine for facts in gathered}) == 1:
+        return []
+    return [f"{facts.host}: {facts.unreachable}" for facts in gathered if facts.unreachable]
 
 
 def _leave_mark(marks: Path, rank: int) -> list[str]:
@@ -213,42 +238,33 @@ def _skews(
     return lines
 
 
-def host_problems(
-    host: str,
-    *,
-    several_hosts: bool,
-    interface: str,
-    ports: Sequence[int],
-    resolve: Callable[[str], list[str]],
-) -> list[str]:
-    """What is wrong with this host's own name and ports.
+def name_problem(host: str, resolve: Callable[[str], list[str]]) -> str:
+    """Why other hosts cannot reach this one by its name, whose address the backend gives them; "" = they can.
 
     Args:
-        host: its name.
-        several_hosts: others must reach it.
-        interface: GLOO_SOCKET_IFNAME; "" = the backend takes the address of the host's name.
-        ports: TCP ports that the collective library will listen on.
         resolve: host name -> addresses; raises OSError.
     """
-    problems = []
-    if several_hosts and not interface:
-        try:
-            addresses = resolve(host)
-        except OSError:
-            problems.append("got a host name without address; must resolve; hint: DNS or /etc/hosts")
-        else:
-            if all(a.startswith("127.") or a == "::1" for a in addresses):
-                problems.append(
-                    f"got {', '.join(addresses)} for its own name; other hosts must reach it; "
-                    "hint: correct /etc/hosts, or export GLOO_SOCKET_IFNAME"
-                )
+    try:
+        addresses = resolve(host)
+    except OSError:
+        return "got a host name without address; must resolve; hint: DNS or /etc/hosts"
+    if not all(a.startswith("127.") or a == "::1" for a in addresses):
+        return ""
+    return (
+        f"got {', '.join(addresses)} for its own name; other hosts must reach it; "
+        "hint: correct /etc/hosts, or export GLOO_SOCKET_IFNAME"
+    )
+
+
+def port_problem(ports: Sequence[int]) -> str:
+    """Which of the ports that the collective library will listen on are taken; "" = none."""
     taken = [port for port in ports if not port_is_free(port)]
-    if taken:
-        problems.append(
-            f"got ports {_some(taken)} in use; must be free for the collective library; "
-            "hint: end the other job, or export HCCL_IF_BASE_PORT"
-        )
-    return problems
+    if not taken:
+        return ""
+    return (
+        f"got ports {_some(taken)} in use; must be free for the collective library; "
+        "hint: end the other job, or export HCCL_IF_BASE_PORT"
+    )
 
 
 def port_is_free(port: int) -> bool:
