@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from unirl_scale.comm.groups import Group, GroupFactory, connect
+from unirl_scale.comm.groups import connect
 from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
@@ -30,23 +30,31 @@ from unirl_scale.train.roles import DTYPES, Roles
 from unirl_scale.train.rundir import RunDir, write_versions
 from unirl_scale.train.stage import StageRunner
 from unirl_scale.train.state import TrainState
-from unirl_scale.train.tasks.interface import Task
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_TIMEOUT = timedelta(minutes=10)
+Meet = Callable[[Mapping[str, str]], "Store | None"]
+"""Brings the ranks together: takes what must be equal on all of them (name -> value), refuses to go on where
+it is not, and returns the store to build groups on; None for a world of one."""
 
 
-def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
+def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, meet: Meet) -> TrainState:
     """Train a resolved, legal configuration as one rank of the job.
 
     Args:
         reporter: what rank 0 tells the user; silent on other ranks.
+        meet: called once, when this rank is ready for the others.
 
     Raises:
+        ConfigError: the ranks do not agree; on rank 0.
         InvarianceError: the platform cannot hold `invariance.mode: layout`.
         CommError: another rank is gone.
     """
     torch.set_num_threads(cfg.hardware.threads)
-    device = _device(cfg, rank_info)
+    device = _device(cfg)
     task = build_task(cfg)
     supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
     train_data = PromptSource(task, cfg, "train", supervised=supervised)
@@ -56,8 +64,10 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
     models = [m for m in (cfg.model.actor, cfg.model.critic) if m is not None]
     shapes = [probe_shapes(m, leaves) for m in dict.fromkeys(models)]
     ops = op_table(cfg.hardware, cfg.invariance.mode, shapes, DTYPES[cfg.precision], device)
-    with _join(cfg, rank_info, device) as factory, torch.no_grad():
-        _agree(factory.world, task)
+    store = meet({"kernels": ops.name, "data": task.fingerprint()})
+    rank, world_size, backend = rank_info.rank, rank_info.world_size, BACKENDS[cfg.hardware.vendor]
+    joined = connect(rank, world_size, backend, store=store, timeout=_TIMEOUT, device=device)
+    with joined as factory, torch.no_grad():
         roles = Roles(cfg, factory, ops, device)
         session = open_session(cfg, factory.world, rank_info)
         restored = restore(cfg, session, roles, factory.world, task.fingerprint())
@@ -69,7 +79,7 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
         require_room(cfg, session, factory.world, critic=critic, reference=reference)
         checkpointer = Checkpointer(cfg, session, roles, factory, task.fingerprint(), restored=restored)
         recorder = None
-        if rank_info.rank == 0:
+        if rank == 0:
             cut_after(run_dir, state.step, state.optimizer_steps)
             recorder = Recorder(cfg, reporter, {"kernels": ops.name})
         _announce(cfg, state, restored, reporter)
@@ -105,35 +115,6 @@ def _announce(cfg: RunConfig, state: TrainState, restored: Restored | None, repo
     reporter.note(f"continuing after step {state.step} of {total} from {restored.source}")
     if state.step == total:
         reporter.note("nothing left to do: every step is done")
-
-
-def _join(cfg: RunConfig, rank_info: RankInfo, device: torch.device) -> AbstractContextManager[GroupFactory]:
-    return connect(
-        rank_info.rank,
-        rank_info.world_size,
-        BACKENDS[cfg.hardware.vendor],
-        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}"
-        if rank_info.world_size > 1
-        else None,
-        timeout=timedelta(minutes=10),
-        device=device,
-    )
-
-
-def _agree(world: Group, task: Task) -> None:
-    """Every rank must read the same data.
-
-    Raises:
-        ConfigError: naming the ranks that differ.
-    """
-    prints = world.all_gather_object(task.fingerprint())
-    other = [rank for rank, value in zip(world.ranks, prints) if value != prints[0]]
-    if other:
-        raise ConfigError(
-            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} "
-            f"and {prints[0][:12]}); every rank must read the same; "
-            "hint: the same files and package versions on every host"
-        )
 
 
 def run_stage(
@@ -201,10 +182,10 @@ def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
     return replace(cfg, model=models)
 
 
-def _device(cfg: RunConfig, rank_info: RankInfo) -> torch.device:
+def _device(cfg: RunConfig) -> torch.device:
     if cfg.hardware.vendor == "cpu":
         return torch.device("cpu")
-    return torch.device(cfg.hardware.vendor, rank_info.local_rank)
+    return torch.device(cfg.hardware.vendor, 0)  # the launcher shows each rank its own device only
 
 
 class Recorder:
