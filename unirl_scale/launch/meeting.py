@@ -18,6 +18,7 @@ from unirl_scale.core.load import dump
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.environment import VISIBLE_DEVICES
 from unirl_scale.launch.preflight import Facts, name_problem, port_problem, preflight, resolve
+from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.rundir import software
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class Meeting:
 
         store = self._open()
         with failures_as_comm_errors("pre-flight"):
-            preflight(dist.PrefixStore("preflight", store), info, self._facts(equal), Path(self._cfg.run_dir))
+            preflight(
+                dist.PrefixStore("preflight", store), info, self._facts(equal), checkpoint_dir(self._cfg)
+            )
         return dist.PrefixStore("world", store)
 
     def _open(self) -> Store:

@@ -146,11 +146,14 @@ def attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tenso
     o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     if batch:
         kv_heads = k_cache.shape[2]
+        stages = (
+            3 if width <= 128 else 2
+        )  # reading the caches is the work: all the blocks that fit, in flight
         attention_decode_kernel[(kv_heads, batch)](
             q, k_cache, v_cache, o, lengths, scale * LOG2_E,
             q.stride(0), q.stride(1),
             k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-            heads=heads, group=heads // kv_heads, **_blocks(q),
+            heads=heads, group=heads // kv_heads, **(_blocks(q) | {"num_stages": stages}),
         )  # fmt: skip
     return o
