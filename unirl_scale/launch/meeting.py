@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unirl_scale.comm.wire import failures_as_comm_errors
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import CommError, ConfigError
 from unirl_scale.core.load import dump
@@ -59,6 +58,8 @@ class Meeting:
         if info.world_size == 1:
             return None
         import torch.distributed as dist
+
+        from unirl_scale.comm.wire import failures_as_comm_errors
 
         store = self._open()
         with failures_as_comm_errors("pre-flight"):
