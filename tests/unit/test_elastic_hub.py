@@ -58,9 +58,9 @@ class Job:
             open_store=lambda: "ip:store",
         )
 
-    def claim(self, newest: int, members: Collection[str], gone: Collection[str]) -> int | None:
-        self.claimed.append(newest + 1)
-        return None if self.refuse_claims else newest + 1
+    def claim(self, view: View | None, members: Collection[str], gone: Collection[str]) -> int | None:
+        self.claimed.append(view.incarnation + 1 if view else 1)
+        return None if self.refuse_claims else self.claimed[-1]
 
     def take_over(self, view: View, **lost: str) -> None:
         self.hub = Hub(

@@ -42,8 +42,7 @@ class Rules:
         min_ranks: fewest ranks of a later view; fewer wait.
         usable: ranks that the best layout on so many live ones uses; 0 = none is legal.
         max_restarts_per_step: recoveries in a row without a completed step.
-        claim: (newest view known, uids of the next view, uids known to be gone) -> the number of the next
-            view, now taken; None when another part of the job has gone on.
+        claim: see `Directory.claim`.
         open_store: opens a fresh store for the members to meet in, and returns its `ip:port`.
     """
 
@@ -54,7 +53,7 @@ class Rules:
     heartbeat_timeout_s: float
     regroup_timeout_s: float
     wait_timeout_s: float
-    claim: Callable[[int, Collection[str], Collection[str]], int | None]
+    claim: Callable[[View | None, Collection[str], Collection[str]], int | None]
     open_store: Callable[[], str]
 
 
@@ -84,7 +83,7 @@ class Hub:
 
     Args:
         view: the newest view that this process took part in; None for the founder of a job.
-        lost: members of `view` that are known to be gone: uid -> how that was noticed.
+        lost: members of `view` that are known to be gone: uid -> (how that was noticed, what it was doing).
         now_s: monotonic clock.
 
     Attributes:
@@ -93,7 +92,9 @@ class Hub:
         over: training is complete.
     """
 
-    def __init__(self, rules: Rules, view: View | None, lost: Mapping[str, str], now_s: float) -> None:
+    def __init__(
+        self, rules: Rules, view: View | None, lost: Mapping[str, tuple[str, str]], now_s: float
+    ) -> None:
         self.rules, self.view, self.halted, self.over = rules, view, "", False
         self._seats: dict[str, _Seat] = {}
         self._outbox: list[tuple[str, Message]] = []
@@ -101,8 +102,8 @@ class Hub:
         self._gathering: _Gathering | None = _Gathering(reason="", since_s=now_s)
         if view is not None:
             self._gather("the hub was lost", now_s)
-            for uid, reason in lost.items():
-                self._record(uid, reason)
+            for uid, (reason, doing) in lost.items():
+                self._record(uid, reason, doing)
 
     # ---- what happens ---------------------------------------------------------------------------------
     def take(self) -> list[tuple[str, Message]]:
@@ -151,6 +152,12 @@ class Hub:
         """The link of a process broke, which counts as its end: links break only with a process or a host."""
         if uid in self._seats:
             self._evict(uid, "its process ended", "", now_s)
+            self._form()
+
+    def unreachable(self, uid: str, now_s: float) -> None:
+        """A member of the last view does not answer to the successor of a lost hub."""
+        if uid not in self._seats:
+            self._evict(uid, "unreachable", "", now_s)
             self._form()
 
     def tick(self, now_s: float) -> None:
@@ -287,9 +294,7 @@ class Hub:
             present, key=lambda seat: (seat.member.uid not in gathering.expected, seat.member.slot)
         )
         ranked = sorted((seat.member for seat in seats[:used]), key=lambda member: member.slot)
-        number = self.rules.claim(
-            self.view.incarnation if self.view else 0, [m.uid for m in ranked], gathering.losses
-        )
+        number = self.rules.claim(self.view, [seat.member.uid for seat in present], gathering.losses)
         if number is None:
             self._halt("another part of the job has gone on; this one is cut off from it and ends")
             return

@@ -35,7 +35,6 @@ class Announce:
 
     run: str
     hub: Member
-    incarnation: int
 
 
 # ---- answers to Hello ---------------------------------------------------------------------------------
