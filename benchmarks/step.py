@@ -60,7 +60,7 @@ _TIMEOUT = timedelta(minutes=1)
 
 def ours(model: ModelConfig, mode: str, ids: Tensor, leaves: int, micro: int) -> tuple[Step, NativeEngine]:
     """A step of our engine on one GPU; `leaves` > 1 measures several leaves on one rank."""
-    group = GroupFactory(Group.single(0, ids.device), _TIMEOUT)
+    group = GroupFactory(Group.single(device=ids.device), _TIMEOUT)
     mesh = MeshConfig(micro_batch_size=micro)
     layout = Layout(mesh=mesh, leaves=leaves if mode == "layout" else 1, slots=1)
     engine = build(

@@ -58,14 +58,13 @@ class Job:
             open_store=lambda: "ip:store",
         )
 
-    def claim(self, view: View | None, members: Collection[str], gone: Collection[str]) -> int | None:
+    def claim(self, view: View | None, present: Collection[str]) -> int | None:
         self.claimed.append(view.incarnation + 1 if view else 1)
         return None if self.refuse_claims else self.claimed[-1]
 
     def take_over(self, view: View, **lost: str) -> None:
-        self.hub = Hub(
-            self.rules(), view, {uid.replace("_", "."): why for uid, why in lost.items()}, self.now_s
-        )
+        dead = {uid.replace("_", "."): (why, "step 3, reduce") for uid, why in lost.items()}
+        self.hub = Hub(self.rules(), view, dead, self.now_s)
 
     def hello(self, *members: Member, incarnation: int = 0) -> None:
         for each in members:
@@ -146,8 +145,7 @@ def test_the_survivors_of_a_loss_go_on_once_all_have_stopped() -> None:
     assert job.got(A, Stop) == job.got(C, Stop) == [Stop(incarnation=1, reason="rank 1 was lost")]
     job.ready(A, incarnation=1, step=7, error="all_gather: connection closed")
     assert job.view.incarnation == 1  # C has not stopped yet
-    job.say(C, Suspect(uid=B.uid, reason="unreachable", doing="step 8, reduce"))
-    job.ready(C, incarnation=1, step=7)
+    job.say(C, Ready(incarnation=1, step=7, watched=B.uid, heard="step 8, reduce"))
     assert (job.view.incarnation, job.slots, job.view.step, job.view.attempts) == (2, [0, 2], 7, 0)
     (loss,) = job.view.losses
     expected = "rank 1, slot 1 (node host, pid 101): its process ended, last in step 8, reduce"
@@ -160,6 +158,9 @@ def test_a_hung_rank_is_evicted_and_killed_on_its_host() -> None:
     job.start(A, B, far)
     job.say(A, Suspect(uid=far.uid, reason="silent for 3 s", doing="step 2, rollout"))
     assert job.got(far, Halt) and not job.got(A, Kill) and not job.got(B, Kill)
+    again = member(2, generation=1, host="far")
+    job.hello(again)
+    assert job.got(again, Kill) == [Kill(member=far)]
     job.ready(A, B, incarnation=1)
     assert job.slots == [0, 1]
     job.say(A, Suspect(uid=B.uid, reason="silent for 3 s", doing=""))
@@ -291,6 +292,7 @@ def test_a_successor_gathers_the_others_without_the_lost_hub() -> None:
     view = job.start(A, B, C)
     job.take_over(view, u0_0="its process ended")
     job.hello(B, C, incarnation=1)
+    assert job.got(B, Kill) == [Kill(member=A)]  # it may only hang
     assert job.got(C, Stop) == [Stop(incarnation=1, reason="the hub was lost")]
     job.ready(B, incarnation=1, step=2)
     assert job.view.incarnation == 1

@@ -58,9 +58,9 @@ class Group:
     progress: Progress = field(default_factory=Progress)
 
     @classmethod
-    def single(cls, rank: int = 0) -> Group:
-        """A group of this rank alone."""
-        return cls(ranks=(rank,), index=0)
+    def single(cls, rank: int = 0, device: torch.device | str = "cpu") -> Group:
+        """A group of this rank alone, whose tensors live on `device`."""
+        return cls(ranks=(rank,), index=0, device=torch.device(device))
 
     @contextmanager
     def transferring(self, kind: str) -> Iterator[None]:
@@ -310,7 +310,7 @@ class GroupFactory:
         self._built: dict[tuple[str, tuple[int, ...]], Group | None] = {("", world.ranks): world}
 
     def build_groups(
-        self, rank_lists: Iterable[Sequence[int]], channel: str = ""
+        self, rank_lists: Iterable[Sequence[int]], channel: str = "", *, host: bool = False
     ) -> dict[tuple[int, ...], Group]:
         """Create the process groups of these lists; collective over the world.
 
@@ -320,6 +320,8 @@ class GroupFactory:
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
             channel: the same list on another channel is another communicator.
+            host: over Gloo and in host memory, whatever the world's backend is; for threads that must not
+                touch the accelerator's communicators. Give such groups a channel of their own.
 
         Returns:
             Rank list -> group, for the lists that hold this rank.
@@ -335,20 +337,25 @@ class GroupFactory:
                 )
         for ranks in wanted:
             if (channel, ranks) not in self._built:
-                self._built[channel, ranks] = self._create(ranks)
+                self._built[channel, ranks] = self._create(ranks, host=host)
         mine = ((ranks, self._built[channel, ranks]) for ranks in wanted)
         return {ranks: group for ranks, group in mine if group is not None}
 
-    def _create(self, ranks: tuple[int, ...]) -> Group | None:
+    def _create(self, ranks: tuple[int, ...], *, host: bool) -> Group | None:
         handle = None
         if len(ranks) > 1:
             with failures_as_comm_errors("new_group", ranks), self._breaker.connecting():
-                handle = dist.new_group(list(ranks), timeout=self._timeout)
+                handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo" if host else None)
         if self.rank not in ranks:
             return None
         self._breaker.add(handle)
-        group = replace(
-            self.world, ranks=ranks, index=ranks.index(self.rank), handle=handle, traffic=Traffic()
+        group = Group(
+            ranks=ranks,
+            index=ranks.index(self.rank),
+            handle=handle,
+            device=_CPU if host else self.world.device,
+            # A host group serves another thread, whose transfers are not what the training is doing.
+            progress=Progress() if host else self.world.progress,
         )
         if group.device.type != "cpu":
             # NCCL and HCCL connect at the first call, which all members must then make: make it here.
@@ -388,7 +395,7 @@ def connect(
     """
     progress, breaker = progress or Progress(), breaker or Breaker()
     if world_size == 1:
-        yield GroupFactory(replace(Group.single(rank), progress=progress), timeout)
+        yield GroupFactory(replace(Group.single(rank, device), progress=progress), timeout)
         return
     if (store is None) == (init_method is None):
         raise CommError(f"connect: got store={store}, init_method={init_method}; needs exactly one of them")

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unirl_scale.core.errors import CommError
+from unirl_scale.core.errors import CommError, UniRLError
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ def failures_as_comm_errors(kind: str, ranks: Sequence[int] = ()) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, CommError):
+        if isinstance(error, UniRLError):
             raise
         where = f" over ranks {tuple(ranks)}" if ranks else ""
         raise CommError(f"{kind}{where}: {error}") from error

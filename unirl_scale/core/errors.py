@@ -37,3 +37,7 @@ class CheckpointError(UniRLError, RuntimeError):
 
 class MembershipChanged(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
     """The set of live ranks changed; the loop must be entered again on a new mesh."""
+
+
+class ElasticError(UniRLError, RuntimeError):
+    """The job cannot go on with the ranks that are left, or not with this one; says what was lost."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unirl_scale.core.config import (
+    CheckpointConfig,
     DigestConfig,
     ElasticConfig,
     EvalConfig,
@@ -138,6 +139,12 @@ RANGES: dict[type, dict[str, Bound]] = {
         "wait_timeout_s": POSITIVE,
         "max_restarts_per_step": AT_LEAST_1,
         "grace_s": POSITIVE,
+    },
+    CheckpointConfig: {
+        "every": NOT_NEGATIVE,
+        "keep": NOT_NEGATIVE,
+        "deadline_s": POSITIVE,
+        "snapshot_every": NOT_NEGATIVE,
     },
     # The sampler's counter takes the seed as a signed 64-bit word.
     RunConfig: {"seed": Bound(low=0, high=2**63 - 1)},

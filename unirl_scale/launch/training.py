@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from unirl_scale.launch.local import Outcome, run_local
 from unirl_scale.launch.plugins import algorithm_problems, plugin_options
 from unirl_scale.launch.rank_process import run_as_rank, show_error
 from unirl_scale.launch.ranks import discover
+from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.metrics import SilentReporter
 from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
 
@@ -92,12 +94,17 @@ def train_local(
         ConfigError: the run directory is in use, holds a run already or cannot be made.
     """
     run_dir = RunDir(Path(cfg.run_dir))
-    with claim(run_dir, overwrite=overwrite):
+    with _claimed(cfg, run_dir, overwrite=overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
         numeric = environment.numeric_environment(environ, cfg.hardware.threads)
         command = [sys.executable, "-m", "unirl_scale", "train", str(run_dir.config)]
         return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
+
+
+def _claimed(cfg: RunConfig, run_dir: RunDir, *, overwrite: bool) -> AbstractContextManager[None]:
+    resume = cfg.checkpoint.resume != "never"
+    return claim(run_dir, checkpoint_dir(cfg), overwrite=overwrite, resume=resume)
 
 
 def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str], console: Console) -> None:
@@ -109,7 +116,7 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
         _run_loop(cfg, run_dir, info, console)
         return
-    with claim(run_dir, overwrite=request.overwrite):
+    with _claimed(cfg, run_dir, overwrite=request.overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
         _run_loop(cfg, run_dir, info, console)

@@ -209,7 +209,7 @@ class Block:
     ) -> Tensor:
         dx, rows = self.ops.rmsnorm_dx(dn, x, self.w[name], rstd)
         if not self.ctx.sequence_parallel:
-            rows = rows[packed.own_rows]
+            rows = rows.index_select(0, packed.own_rows)
         add_token_blocks(self.ctx, rows, packed, grads[name])
         return dx
 
@@ -232,10 +232,8 @@ class Block:
     def _reduce(self, nodes: Tensor, packed: Packed) -> Tensor:
         if not self.ctx.sequence_parallel:
             return self.ctx.all_reduce(nodes)
-        if packed.gather_index is not None:
-            scattered = torch.empty_like(nodes)
-            scattered[:, packed.gather_index] = nodes
-            nodes = scattered
+        if packed.scatter_index is not None:
+            nodes = nodes.index_select(1, packed.scatter_index)
         return self.ctx.reduce_scatter(nodes)
 
 
@@ -244,7 +242,7 @@ def gather_rows(context: ParallelContext, x: Tensor, packed: Packed) -> Tensor:
     if not context.sequence_parallel:
         return x
     full = context.all_gather_rows(x)
-    return full if packed.gather_index is None else full[packed.gather_index]
+    return full if packed.gather_index is None else full.index_select(0, packed.gather_index)
 
 
 def add_token_blocks(context: ParallelContext, rows: Tensor, packed: Packed, out: Tensor) -> None:

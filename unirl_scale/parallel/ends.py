@@ -45,7 +45,7 @@ class Embedding:
         """int64 [T] -> [T, H]. Exactly one rank holds each row, so adding the *bit patterns* as integers
         is exact and keeps -0, whatever the order."""
         local = self.vocab.local(ids)
-        rows = self.weight.flatten(0, 1)[local.clamp(min=0)]
+        rows = self.weight.flatten(0, 1).index_select(0, local.clamp(min=0))
         rows = torch.where((local >= 0).unsqueeze(1), rows, torch.zeros_like(rows))
         if self.ctx.tp.size > 1:
             rows = self.ctx.tp.all_reduce_int(rows.view(torch.int32)).view(rows.dtype)
@@ -53,7 +53,7 @@ class Embedding:
 
     def forward(self, packed: Packed) -> Tensor:
         x = self.lookup(packed.ids)
-        return x[packed.own_rows] if self.ctx.sequence_parallel else x
+        return x.index_select(0, packed.own_rows) if self.ctx.sequence_parallel else x
 
     def backward(self, dx: Tensor, packed: Packed, grads: Tensors) -> None:
         full = gather_rows(self.ctx, dx, packed)
@@ -74,10 +74,10 @@ def _final_norm_backward(
     full = torch.zeros(packed.spans.total, model.hidden_size, dtype=dh.dtype, device=dh.device)
     full[packed.score_rows] = dh
     if context.sequence_parallel:
-        full = full[packed.own_rows]
+        full = full.index_select(0, packed.own_rows)
     dx, rows = context.ops.rmsnorm_dx(full, x, weight, rstd)
     if not context.sequence_parallel:
-        rows = rows[packed.own_rows]
+        rows = rows.index_select(0, packed.own_rows)
     add_token_blocks(context, rows, packed, grads["final_norm"])
     return dx
 
@@ -133,7 +133,7 @@ class LmHead:
     def forward(self, x: Tensor, packed: Packed, inv_temperature: float) -> tuple[Tensor, Tensor, HeadSaved]:
         """x [T or t, H] -> (logprobs [R], entropy [R], saved)."""
         normed, rstd = self.normed(x)
-        rows = gather_rows(self.ctx, normed, packed)[packed.score_rows]
+        rows = gather_rows(self.ctx, normed, packed).index_select(0, packed.score_rows)
         logits = self.logits(rows, inv_temperature)
         logprobs, entropy, lse = self.score(logits, packed.score_targets)
         return logprobs, entropy, HeadSaved((x, rstd), rows, logits, lse, entropy)
@@ -173,7 +173,7 @@ class ValueHead:
     def forward(self, x: Tensor, packed: Packed) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], Tensor]]:
         """x [T or t, H] -> values fp32 [R] of the states before each response token."""
         normed, rstd = self.ctx.ops.rmsnorm(x, self.norm, self.model.norm_eps)
-        rows = gather_rows(self.ctx, normed, packed)[packed.score_rows]
+        rows = gather_rows(self.ctx, normed, packed).index_select(0, packed.score_rows)
         weight = self.weight.to(rows.dtype).view(1, 1, -1)
         values = self.ctx.ops.linear(rows, weight, self.bias.view(1, 1), out_fp32=True).squeeze(1)
         return values, ((x, rstd), rows)

@@ -35,6 +35,7 @@ class Packed:
         own_rows: int64 [T / tp], packed rows of this rank's token blocks.
         gather_index: int64 [T]; rank-major gathered rows indexed by it are in packed order. None when they
             are already.
+        scatter_index: its inverse.
     """
 
     ids: Tensor
@@ -46,6 +47,7 @@ class Packed:
     score_cells: Tensor
     own_rows: Tensor
     gather_index: Tensor | None
+    scatter_index: Tensor | None
 
     @property
     def own_lengths(self) -> list[int]:
@@ -72,6 +74,7 @@ def pack(
         ids[start : start + len(prompt)] = prompt
         ids[start + len(prompt) : start + len(prompt) + len(response)] = response
     width = int(scored.max(initial=0))
+    gather = _gather_index(padded, tp)
     return Packed(
         ids=_to(ids, device),
         positions=_to(_ranges(np.zeros_like(padded), padded), device),
@@ -81,7 +84,8 @@ def pack(
         score_spans=Spans.of(scored.tolist(), device),
         score_cells=_to(_ranges(np.arange(len(scored)) * width, scored), device),
         own_rows=_to(_ranges(starts + tp_rank * (padded // tp), padded // tp), device),
-        gather_index=_gather_index(padded, tp, device),
+        gather_index=None if gather is None else _to(gather, device),
+        scatter_index=None if gather is None else _to(np.argsort(gather), device),
     )
 
 
@@ -91,12 +95,12 @@ def _ranges(starts: Integers, lengths: Integers) -> Integers:
     return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
 
 
-def _gather_index(padded: Integers, tp: int, device: torch.device) -> Tensor | None:
+def _gather_index(padded: Integers, tp: int) -> Integers | None:
     if tp == 1 or len(padded) == 1:
         return None
     each = padded // tp
     first = (np.cumsum(each) - each).reshape(-1, 1) + np.arange(tp) * int(each.sum())
-    return _to(_ranges(first.reshape(-1), np.repeat(each, tp)), device)
+    return _ranges(first.reshape(-1), np.repeat(each, tp))
 
 
 def _to(values: Integers, device: torch.device) -> Tensor:

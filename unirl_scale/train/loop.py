@@ -18,9 +18,12 @@ from unirl_scale.core.ranks import RankInfo
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.rl.algorithms import ALGORITHMS, build
 from unirl_scale.rl.interface import Algorithm
+from unirl_scale.train.checkpoint.resume import Restored, restore
+from unirl_scale.train.checkpoint.saving import Checkpointer
+from unirl_scale.train.checkpoint.session import open_session
 from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.evaluate import evaluate
-from unirl_scale.train.metrics import MetricsWriter, Reporter
+from unirl_scale.train.metrics import MetricsWriter, Reporter, cut_after
 from unirl_scale.train.roles import DTYPES, Roles
 from unirl_scale.train.rundir import RunDir, write_versions
 from unirl_scale.train.stage import StageRunner
@@ -54,16 +57,49 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
     with _join(cfg, rank_info, device) as factory, torch.no_grad():
         _agree(factory.world, task)
         roles = Roles(cfg, factory, ops, device)
-        recorder = Recorder(cfg, reporter, {"kernels": ops.name}) if rank_info.rank == 0 else None
-        state = TrainState()
-        reporter.begin(sum(s.num_steps for s in cfg.stages))
-        for number, stage in enumerate(cfg.stages):
-            state = replace(state, stage=number, stage_step=0)
-            state = run_stage(cfg, stage, state, roles, train_data, held_out, recorder)
+        session = open_session(cfg, factory.world, rank_info)
+        restored = restore(cfg, session, roles, factory.world, task.fingerprint())
+        state = restored.state if restored else TrainState()
+        run_dir = RunDir(Path(cfg.run_dir))
+        _require_fresh(run_dir, restored)
+        checkpointer = Checkpointer(cfg, session, roles, factory, task.fingerprint())
+        recorder = None
+        if rank_info.rank == 0:
+            cut_after(run_dir, state.step, state.optimizer_steps)
+            recorder = Recorder(cfg, reporter, {"kernels": ops.name})
+        _announce(cfg, state, restored, reporter)
+        for number in range(state.stage, len(cfg.stages)):
+            if number > state.stage:
+                state = replace(state, stage=number, stage_step=0)
+            state = run_stage(cfg, state, roles, train_data, held_out, recorder, checkpointer)
+        checkpointer.finish(state)
         reporter.end()
         if recorder is not None:
+            recorder.warn(state, checkpointer.take_warnings())
             recorder.finish()
     return state
+
+
+def _require_fresh(run_dir: RunDir, restored: Restored | None) -> None:
+    """Raise ConfigError when the directory holds steps of a run but nothing to continue it from."""
+    if restored is None and run_dir.has_steps:
+        raise ConfigError(
+            f"run_dir: got {run_dir.path}; it holds a run, but no checkpoint to continue it from; "
+            "hint: another run_dir=..., or --overwrite to delete that run"
+        )
+
+
+def _announce(cfg: RunConfig, state: TrainState, restored: Restored | None, reporter: Reporter) -> None:
+    """Say where the run starts."""
+    total = sum(s.num_steps for s in cfg.stages)
+    reporter.begin(total, state.step)
+    if restored is None:
+        return
+    for note in restored.notes:
+        reporter.warn(note)
+    reporter.note(f"continuing after step {state.step} of {total} from {restored.source}")
+    if state.step == total:
+        reporter.note("nothing left to do: every step is done")
 
 
 def _join(cfg: RunConfig, rank_info: RankInfo, device: torch.device) -> AbstractContextManager[GroupFactory]:
@@ -97,19 +133,20 @@ def _agree(world: Group, task: Task) -> None:
 
 def run_stage(
     cfg: RunConfig,
-    stage: StageConfig,
     state: TrainState,
     roles: Roles,
     data: PromptSource,
     held_out: PromptSource | None,
     recorder: Recorder | None,
+    checkpointer: Checkpointer,
 ) -> TrainState:
-    """All steps of a stage, with evaluation before, during and after."""
+    """The steps of the state's stage that are left, with evaluation before, during and after."""
+    stage = cfg.stages[state.stage]
     algorithm = build_algorithm(stage)
-    needs = algorithm.needs
-    roles.prepare(critic=needs.critic, reference=needs.reference)
-    runner = StageRunner(cfg, stage, algorithm, roles, data)
-    state = replace(state, kl=algorithm.initial_kl)
+    if state.stage_step == 0:  # later on, the roles and the controller are what was restored
+        roles.prepare(critic=algorithm.needs.critic, reference=algorithm.needs.reference)
+        state = replace(state, kl=algorithm.initial_kl)
+    runner = StageRunner(cfg, stage, algorithm, roles, data, checkpointer.fence)
     if held_out is not None and state.step == 0:
         _evaluate(roles, held_out, cfg, state, stage, recorder, {})
     while state.stage_step < stage.num_steps:
@@ -119,7 +156,10 @@ def run_stage(
         if held_out is not None and (last or due):
             _evaluate(roles, held_out, cfg, state, stage, recorder, log.metrics)
         if recorder is not None:
-            recorder.step(state, stage, log.metrics, log.digests, log.warnings)
+            metrics = log.metrics | checkpointer.metrics()
+            recorder.step(state, stage, metrics, log.digests, log.warnings + checkpointer.take_warnings())
+        # After its line is written: a run that continues from this step has the line.
+        checkpointer.after_step(state)
     return state
 
 
@@ -183,6 +223,9 @@ class Recorder:
         for number, tensors in digests.items():
             self.writer.digests(number, tensors)
         self.reporter.step(state.step, stage.name, metrics)
+        self.warn(state, warnings)
+
+    def warn(self, state: TrainState, warnings: list[str]) -> None:
         for text in warnings:
             self.reporter.warn(f"step {state.step}: {text}")
 

@@ -17,13 +17,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from unirl_scale.kernels.cuda.attention import LOG2_E
 from unirl_scale.kernels.cuda.attention_dx import row_stats
 from unirl_scale.kernels.cuda.device import Device
-from unirl_scale.kernels.cuda.hopper_attention import (
-    banded,
-    dealt,
-    head_band,
-    heads_first,
-    zero_rows_from,
-)
+from unirl_scale.kernels.cuda.hopper_attention import heads_first, zero_rows_from
+from unirl_scale.kernels.cuda.hopper_gemm import shared_layout
+from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, head_band, take_tile
 from unirl_scale.kernels.spans import Spans
 
 HALF = 64
@@ -45,19 +41,22 @@ def _store_rows(out_ptr, values, start, first, length, heads, head, WIDTH: gl.co
 @gluon.jit
 def _load_queries(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full, kv_empty, full, empty, cu_ptr, samples, tiles,
+    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full, kv_empty, full, empty,
+    counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
     kv_heads: gl.constexpr, group: gl.constexpr, STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
     """Producer of the dk, dv pass: K and V once a tile, then query blocks of 64 rows, head by head."""
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * kv_heads * samples, gl.num_programs(0))):
-        tile, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
+    turn = 0
+    tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
+    while tile < tiles * kv_heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
         sample = flat_head // kv_heads
         kv_head = flat_head % kv_heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
-        first = tile * 128
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
+        first = rank * 128  # longest first
         if first < length:
             mbarrier.wait(kv_empty, (done & 1) ^ 1)
             mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
@@ -87,12 +86,14 @@ def _load_queries(
                         delta_desc, [head, start + row], ready, stat_bufs.index(2 * slot + 1)
                     )
                     i += 1
+        turn += 1
+        tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
 
 
 @gluon.jit
 def _accumulate_dkv(
     q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full, kv_empty, full, empty, dk_ptr, dv_ptr,
-    cu_ptr, samples, tiles, scale, scale_log2,
+    slots, drawn, taken, cu_ptr, samples, tiles, scale, scale_log2,
     HALF_INDEX: gl.constexpr, WIDTH: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr,
     STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
@@ -106,20 +107,22 @@ def _accumulate_dkv(
     zeros = gl.zeros([64, 64], gl.float32, s_layout)
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * kv_heads * samples, gl.num_programs(0))):
-        tile, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
+    turn = 0
+    tile = take_tile(slots, drawn, taken, turn)
+    while tile < tiles * kv_heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
         sample = flat_head // kv_heads
         kv_head = flat_head % kv_heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
-        first = tile * 128 + HALF_INDEX * 64
-        if tile * 128 < length:
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
+        first = rank * 128 + HALF_INDEX * 64
+        if rank * 128 < length:
             col = first + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             dk = gl.zeros([64, WIDTH], gl.float32, d_layout)
             dv = gl.zeros([64, WIDTH], gl.float32, d_layout)
             mbarrier.wait(kv_full, done & 1)
             for _ in range(group):
-                for begin in range(tile * 128, length, 64):
+                for begin in range(rank * 128, length, 64):
                     slot = i % STAGES
                     mbarrier.wait(full.index(slot), i // STAGES & 1)
                     if begin >= first:
@@ -152,11 +155,13 @@ def _accumulate_dkv(
             done += 1
             _store_rows(dk_ptr, dk * scale, start, first, length, kv_heads, kv_head, WIDTH)
             _store_rows(dv_ptr, dv, start, first, length, kv_heads, kv_head, WIDTH)
+        turn += 1
+        tile = take_tile(slots, drawn, taken, turn)
 
 
 @gluon.jit(do_not_specialize=["samples", "tiles"])
 def attention_dkv_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, cu_ptr,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, counter_ptr, cu_ptr,
     samples, tiles, scale, scale_log2,
     kv_heads: gl.constexpr, group: gl.constexpr, STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
@@ -173,13 +178,19 @@ def attention_dkv_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(drawn.index(s), count=1)
+        mbarrier.init(taken.index(s), count=2)
     gl.warp_specialize(
         [
             (
                 _accumulate_dkv,
                 (
                     q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
-                    dk_ptr, dv_ptr, cu_ptr, samples, tiles, scale, scale_log2,
+                    dk_ptr, dv_ptr, slots, drawn, taken, cu_ptr, samples, tiles, scale, scale_log2,
                     0, WIDTH, kv_heads, group, STAGES, HEAD_BAND,
                 ),
             ),
@@ -187,7 +198,7 @@ def attention_dkv_kernel(
                 _accumulate_dkv,
                 (
                     q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
-                    dk_ptr, dv_ptr, cu_ptr, samples, tiles, scale, scale_log2,
+                    dk_ptr, dv_ptr, slots, drawn, taken, cu_ptr, samples, tiles, scale, scale_log2,
                     1, WIDTH, kv_heads, group, STAGES, HEAD_BAND,
                 ),
             ),
@@ -196,7 +207,8 @@ def attention_dkv_kernel(
                 (
                     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
                     q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
-                    cu_ptr, samples, tiles, kv_heads, group, STAGES, HEAD_BAND,
+                    counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
+                    kv_heads, group, STAGES, HEAD_BAND,
                 ),
             ),
         ],
@@ -208,19 +220,21 @@ def attention_dkv_kernel(
 @gluon.jit
 def _load_keys(
     q_desc, do_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty,
-    cu_ptr, samples, tiles,
+    counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
     heads: gl.constexpr, group: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
     """Producer of the dq pass: q and do once a tile, then KV blocks in order."""
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * heads * samples, gl.num_programs(0))):
-        rank, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
+    turn = 0
+    tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
+    while tile < tiles * heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
         sample = flat_head // heads
         head = flat_head % heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
         first = (tiles - 1 - rank) * 128
         if first < length:
             mbarrier.wait(q_empty, (done & 1) ^ 1)
@@ -239,12 +253,14 @@ def _load_keys(
                 tma.async_copy_global_to_shared(k_desc, [kv_head, start + j, 0], ready, k_bufs.index(slot))
                 tma.async_copy_global_to_shared(v_desc, [kv_head, start + j, 0], ready, v_bufs.index(slot))
                 i += 1
+        turn += 1
+        tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
 
 
 @gluon.jit
 def _accumulate_dq(
     q_bufs, k_bufs, v_bufs, q_full, q_empty, full, empty, lse_ptr, delta_ptr, dq_ptr,
-    cu_ptr, samples, tiles, padded, scale, scale_log2,
+    slots, drawn, taken, cu_ptr, samples, tiles, padded, scale, scale_log2,
     HALF_INDEX: gl.constexpr, WIDTH: gl.constexpr, heads: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
@@ -257,12 +273,14 @@ def _accumulate_dq(
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * heads * samples, gl.num_programs(0))):
-        rank, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
+    turn = 0
+    tile = take_tile(slots, drawn, taken, turn)
+    while tile < tiles * heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
         sample = flat_head // heads
         head = flat_head % heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
         top = (tiles - 1 - rank) * 128
         if top < length:
             first = top + HALF_INDEX * 64
@@ -297,11 +315,13 @@ def _accumulate_dq(
             mbarrier.arrive(q_empty)
             done += 1
             _store_rows(dq_ptr, dq * scale, start, first, length, heads, head, WIDTH)
+        turn += 1
+        tile = take_tile(slots, drawn, taken, turn)
 
 
 @gluon.jit(do_not_specialize=["samples", "tiles", "padded"])
 def attention_dq_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, cu_ptr,
+    q_desc, do_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, counter_ptr, cu_ptr,
     samples, tiles, padded, scale, scale_log2,
     heads: gl.constexpr, group: gl.constexpr, STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
@@ -318,13 +338,20 @@ def attention_dq_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(drawn.index(s), count=1)
+        mbarrier.init(taken.index(s), count=2)
     gl.warp_specialize(
         [
             (
                 _accumulate_dq,
                 (
                     q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1), full, empty,
-                    lse_ptr, delta_ptr, dq_ptr, cu_ptr, samples, tiles, padded, scale, scale_log2,
+                    lse_ptr, delta_ptr, dq_ptr, slots, drawn, taken, cu_ptr, samples, tiles, padded,
+                    scale, scale_log2,
                     0, WIDTH, heads, BLOCK_N, STAGES, HEAD_BAND,
                 ),
             ),
@@ -332,7 +359,8 @@ def attention_dq_kernel(
                 _accumulate_dq,
                 (
                     q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1), full, empty,
-                    lse_ptr, delta_ptr, dq_ptr, cu_ptr, samples, tiles, padded, scale, scale_log2,
+                    lse_ptr, delta_ptr, dq_ptr, slots, drawn, taken, cu_ptr, samples, tiles, padded,
+                    scale, scale_log2,
                     1, WIDTH, heads, BLOCK_N, STAGES, HEAD_BAND,
                 ),
             ),
@@ -340,7 +368,8 @@ def attention_dq_kernel(
                 _load_keys,
                 (
                     q_desc, do_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1),
-                    full, empty, cu_ptr, samples, tiles, heads, group, BLOCK_N, STAGES, HEAD_BAND,
+                    full, empty, counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
+                    heads, group, BLOCK_N, STAGES, HEAD_BAND,
                 ),
             ),
         ],
@@ -350,7 +379,7 @@ def attention_dq_kernel(
 
 
 def _stat_rows(stat: Tensor, tokens: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([1, HALF], gl.float32)
+    layout = shared_layout((1, HALF), stat.dtype)
     return TensorDescriptor(stat, [stat.shape[0], tokens], [stat.stride(0), 1], [1, HALF], layout)
 
 
@@ -376,18 +405,20 @@ def attention_dx(
         return dq, dk, dv
     delta, lse2 = row_stats(o, do, lse)
     samples, longest = len(spans), spans.max_length
+    counters = torch.zeros(2, dtype=torch.int32, device=q.device)
     tiles = triton.cdiv(longest, BLOCK)
     attention_dkv_kernel[(min(device.programs, tiles * kv_heads * samples),)](
         heads_first(q, HALF), heads_first(do, HALF), heads_first(k, HALF), heads_first(v, HALF),
         _stat_rows(lse2, tokens), _stat_rows(delta, tokens),
-        dk, dv, spans.cu_seqlens, samples, tiles, scale, scale * LOG2_E,
+        dk, dv, counters, spans.cu_seqlens, samples, tiles, scale, scale * LOG2_E,
         kv_heads=kv_heads, group=group, STAGES=3 if width == 128 else 6,
         HEAD_BAND=head_band(kv_heads, 1, 2 * width * group, longest, device.l2_bytes),
         num_warps=4, maxnreg=168,
     )  # fmt: skip
     attention_dq_kernel[(min(device.programs, tiles * heads * samples),)](
         heads_first(q, HALF), heads_first(do, HALF), heads_first(k, KV_BLOCK), heads_first(v, KV_BLOCK),
-        lse2, delta, dq, spans.cu_seqlens, samples, tiles, delta.stride(0), scale, scale * LOG2_E,
+        lse2, delta, dq, counters[1:], spans.cu_seqlens, samples, tiles, delta.stride(0),
+        scale, scale * LOG2_E,
         heads=heads, group=group, STAGES=2 if width == 128 else 4,
         HEAD_BAND=head_band(heads, group, 2 * width, longest, device.l2_bytes),
         num_warps=4, maxnreg=168,

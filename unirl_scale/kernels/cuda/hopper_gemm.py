@@ -8,6 +8,8 @@ are the same.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -353,18 +355,23 @@ def weight_grad_kernel(
     )  # fmt: skip
 
 
-def _shared(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+@lru_cache(maxsize=256)
+def shared_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float32
-    return gl.NVMMASharedLayout.get_default_for(shape, kind)
+    return gl.NVMMASharedLayout.get_default_for(list(shape), kind)
 
 
 def _matrix(base: Tensor, rows: int, columns: int, stride: int, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(base, [rows, columns], [stride, 1], block, _shared(block, base.dtype))
+    return TensorDescriptor(
+        base, [rows, columns], [stride, 1], block, shared_layout(tuple(block), base.dtype)
+    )
 
 
 def _stack(base: Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor of a [G, M, N] view; the copy engine clips M and N for each g."""
-    return TensorDescriptor(base, list(base.shape), list(base.stride()), block, _shared(block, base.dtype))
+    return TensorDescriptor(
+        base, list(base.shape), list(base.stride()), block, shared_layout(tuple(block), base.dtype)
+    )
 
 
 def leaf_products(
@@ -408,8 +415,8 @@ def weight_grad(dy: Tensor, x: Tensor, spans: Spans, out: Tensor, *, tile: GemmT
     leaves, rows, columns = out.shape
     tiles_m, tiles_n = triton.cdiv(rows, BLOCK_M), triton.cdiv(columns, tile.n)
     weight_grad_kernel[(min(programs, tiles_m * tiles_n * leaves),)](
-        _matrix(dy, dy.shape[0], rows, dy.stride(0), [BLOCK_K, HALF]),
-        _matrix(x, x.shape[0], leaves * columns, x.stride(0), [BLOCK_K, tile.n]),
+        _matrix(dy, dy.shape[0], rows, dy.stride(0), [tile.k, HALF]),
+        _matrix(x, x.shape[0], leaves * columns, x.stride(0), [tile.k, tile.n]),
         _stack(out, [1, HALF, tile.n]),
         spans.cu_seqlens, len(spans), tiles_m, tiles_n, leaves, columns,
         GROUP_M=tile.group_m, STAGES=tile.stages,

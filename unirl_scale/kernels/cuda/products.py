@@ -61,7 +61,7 @@ class Products:
             gemm.leaf_products(a, b, out, first=first, leaves=leaves, round_leaf=round_leaf, bias=bias)
         elif rows <= decode.MAX_ROWS and weight is not b and leaves == 1:
             block_x = max(16, triton.next_power_of_2(rows))
-            tile = decode_tile(block_x, columns, groups, self.device.programs)
+            tile = decode_tile(block_x)
             decode.products(a, weight, out, first=first, round_leaf=round_leaf, bias=bias, tile=tile)
         else:
             hopper_gemm.leaf_products(
@@ -93,7 +93,7 @@ class Products:
         """out[l] += dy_s.T @ x_s[:, l] for each sample; dy [T, N], x [T, L, k] view, out fp32 [L, N, k]."""
         if spans.total == 0:
             return
-        leaves, rows, columns = out.shape
+        leaves, _, columns = out.shape
         fits = (
             self.device.hopper
             and dy.dtype == torch.bfloat16
@@ -101,7 +101,7 @@ class Products:
             and copyable(dy, x.select(1, 0), out)
         )
         if fits:
-            tile = weight_grad_tile(rows, columns, leaves, self.device.programs)
+            tile = weight_grad_tile(columns)
             hopper_gemm.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
         else:
             gemm.weight_grad(dy, x, spans, out)

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl_scale.core.progress import Progress
 from unirl_scale.train.elastic.directory import Directory
 from unirl_scale.train.elastic.hub import Hub, Rules
-from unirl_scale.train.elastic.links import Link, ask, kill
+from unirl_scale.train.elastic.links import Link, ask
 from unirl_scale.train.elastic.messages import (
     Alive,
     Announce,
@@ -39,8 +40,9 @@ from unirl_scale.train.elastic.messages import (
     Watch,
     Welcome,
 )
+from unirl_scale.train.elastic.processes import kill
 from unirl_scale.train.elastic.view import Member, View
-from unirl_scale.train.elastic.watching import Verdict, send_beats, watch
+from unirl_scale.train.elastic.watching import send_beats, watch
 
 _RETRY_S = 0.05
 _ANSWER_S = 1.0  # a control thread that is alive answers within milliseconds
@@ -92,22 +94,30 @@ class Control(threading.Thread):
     """The control plane in one process.
 
     Args:
-        me: this process; its address is where the thread is to listen.
+        me: this process.
+        listener: the bound socket of its address.
         progress: of the training thread, to tell others what it is doing.
     """
 
-    def __init__(self, me: Member, settings: ControlSettings, progress: Progress) -> None:
+    def __init__(
+        self, me: Member, listener: socket.socket, settings: ControlSettings, progress: Progress
+    ) -> None:
         super().__init__(name="elastic", daemon=True)
+        self._listener = listener
         self.me, self.settings, self.progress = me, settings, progress
         self.seen, self.changed = Seen(), threading.Condition()
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ending = asyncio.new_event_loop(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._hub: Hub | None = None
         self._links: dict[str, Link] = {}  # of the hub to each process, by uid
         self._uplink: Link | None = None
         self._hub_member: Member | None = None  # who is the hub, as far as known
         self._announced: Member | None = None  # who says that it is
-        self._lost: dict[str, Verdict] = {}  # members of the view found dead
+        self._lost: dict[str, tuple[str, str]] = {}  # members of the view found dead: why, doing what
+        self._watched, self._heard = (
+            "",
+            "",
+        )  # uid of the rank before this one, and what it was last heard doing
         self._standing: dict[type, Message] = {}  # said until further notice: repeated to every new hub
         self._watching: asyncio.Task[None] | None = None
 
@@ -124,16 +134,14 @@ class Control(threading.Thread):
 
     # ---- the thread -----------------------------------------------------------------------------------
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # stopped
-            self._loop.run_until_complete(self._main())
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
 
     async def _main(self) -> None:
-        host, _, port = self.me.address.rpartition(":")
-        server = await asyncio.start_server(self._serve, host, int(port))
         self._start(self._keep_time())
-        async with server:
-            await self._stay_attached()
-            await asyncio.Event().wait()  # until `end`
+        self._start(self._stay_attached())
+        async with await asyncio.start_server(self._serve, sock=self._listener):
+            await self._ending.wait()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
@@ -148,7 +156,7 @@ class Control(threading.Thread):
             await link.flush()
         while self._links.keys() - {self.me.uid} and time.monotonic() < deadline_s:
             await asyncio.sleep(_RETRY_S)
-        self._loop.stop()
+        self._ending.set()
 
     async def _keep_time(self) -> None:
         while True:
@@ -160,6 +168,8 @@ class Control(threading.Thread):
                 self._uplink.send(Alive(doing=self.progress.describe()))
 
     def _say(self, message: Message) -> None:
+        if isinstance(message, Ready):
+            message = replace(message, watched=self._watched, heard=self._heard)
         if isinstance(message, Ready | Done):
             self._standing[type(message)] = message
         if self._uplink is not None:
@@ -198,7 +208,10 @@ class Control(threading.Thread):
                 await link.flush()
 
     def _yield_to(self, hub: Member) -> None:
-        """Somebody took over. If this process was the hub it is stale, which the new one will tell it."""
+        """Somebody took over. Of two that did so at once, the lower slot stays."""
+        attached = self._uplink is not None and self._hub_member is not None
+        if (attached and self._hub_member == hub) or (self._hub is not None and self.me.slot < hub.slot):
+            return
         self._announced, self._hub = hub, None
         for link in self._links.values():
             link.close()
@@ -258,6 +271,7 @@ class Control(threading.Thread):
                 continue
             self._uplink, welcome = found
             self._hub_member = hub = welcome.hub
+            self._announced = None
             if self.seen.view is not None and self.seen.view.incarnation > welcome.incarnation:
                 self._uplink.send(Formed(view=self.seen.view))
             for message in self._standing.values():
@@ -266,7 +280,7 @@ class Control(threading.Thread):
             self._uplink.close()
             self._uplink = None
             if self._announced is None and self._hub is None:
-                self._lost.setdefault(hub.uid, ("its process ended", ""))
+                self._lost.setdefault(hub.uid, ("its process ended", self._heard_of(hub.uid)))
 
     async def _seek(self) -> tuple[Link, Welcome] | None:
         """Ask once whoever may be the hub, or know it; become the hub if that falls to this process."""
@@ -284,7 +298,7 @@ class Control(threading.Thread):
                 found, alive = await self._inquire(member.address)
                 if alive:
                     return found  # or it will be the hub once it has noticed that the old one is lost
-                self._lost[member.uid] = ("unreachable", "")
+                self._lost[member.uid] = ("unreachable", self._heard_of(member.uid))
         return None
 
     async def _seek_as_newcomer(self) -> tuple[Link, Welcome] | None:
@@ -308,7 +322,7 @@ class Control(threading.Thread):
         if isinstance(message, Welcome):
             return (link, message), True
         link.close()
-        if isinstance(message, Elsewhere) and message.hub and message.hub.uid not in self._lost:
+        if isinstance(message, Elsewhere) and message.hub is not None:
             return await self._hello(message.hub), True
         return None, True
 
@@ -325,6 +339,9 @@ class Control(threading.Thread):
     def _greeting(self) -> Hello:
         incarnation = self.seen.view.incarnation if self.seen.view is not None else 0
         return Hello(run=self.settings.run, member=self.me, incarnation=incarnation, lost=tuple(self._lost))
+
+    def _heard_of(self, uid: str) -> str:
+        return self._heard if uid == self._watched else ""
 
     def _leave_hub(self) -> None:
         if self._uplink is not None:
@@ -368,44 +385,44 @@ class Control(threading.Thread):
 
     def _stop(self, reason: str) -> None:
         """The view is over; ending collectives may take a while, so not on this thread."""
-        if self._watching is not None:
-            self._watching.cancel()
         if not self.seen.stopped:
             self._note(stopped=reason)
             threading.Thread(target=self.settings.on_stop, args=(reason,), daemon=True).start()
 
     def _enter(self, view: View) -> None:
-        self._standing.pop(Ready, None)
+        if view.rank_of(self.me.uid) is not None:
+            self._standing.pop(Ready, None)
         self._lost.clear()
         self._note(view=view, stopped="", regroup="")
         if self._watching is not None:
             self._watching.cancel()
         target = view.watched_by(self.me.uid)
+        self._watched, self._heard = target.uid if target else "", ""
         self._watching = self._start(self._watch(view, target)) if target is not None else None
 
     # ---- the rank before this one ---------------------------------------------------------------------
     async def _watch(self, view: View, target: Member) -> None:
         settings = self.settings
-        verdict = await watch(
+
+        def heard(doing: str) -> None:
+            self._heard = doing
+
+        reason = await watch(
             target,
-            settings.run,
-            self.me.uid,
+            Watch(run=settings.run, uid=self.me.uid),
+            heard,
             interval_s=settings.interval_s,
             timeout_s=settings.timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
         )
         if self._hub_member is not None and self._hub_member.uid == target.uid:
-            self._lost[target.uid] = verdict
+            self._lost[target.uid] = (reason, self._heard)
             self._leave_hub()
             return
-        self._say(Suspect(uid=target.uid, reason=verdict[0], doing=verdict[1]))
+        self._say(Suspect(uid=target.uid, reason=reason, doing=self._heard))
         await asyncio.sleep(_ANSWER_S)
         hub = self._hub_member
-        if (
-            hub is not None
-            and hub.uid != self.me.uid
-            and self._in_view(view.incarnation)
-            and not self.seen.stopped
-        ):
-            self._lost |= {target.uid: verdict, hub.uid: (f"silent for {_ANSWER_S:g} s", "")}
+        deaf = self._in_view(view.incarnation) and not self.seen.stopped
+        if deaf and hub is not None and hub.uid != self.me.uid:
+            self._lost |= {target.uid: (reason, self._heard), hub.uid: (f"silent for {_ANSWER_S:g} s", "")}
             self._leave_hub()

@@ -4,9 +4,9 @@
       members.json       addresses of the newest view's control threads; any of them knows the hub
       views/000003       made by the hub that formed view 3, once, by link(2): the uids of who is in it
 
-A number is taken once. A hub may pass over a number that another one has taken only when all processes of that
-view are with it or known to be dead: then that view never came to be. Two parts of a job that cannot reach
-each other can thus not both go on.
+A number is taken once. A hub may pass over a number that another one has taken only when every process of
+that view is with it, or has ended on its own host: then that view never came to be. Two parts of a job that
+cannot reach each other can thus not both go on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from unirl_scale.train.elastic.processes import has_ended
 from unirl_scale.train.elastic.view import View
 
 
@@ -48,13 +49,12 @@ class Directory:
             return max((int(item.name) for item in self._views.iterdir() if item.name.isdecimal()), default=0)
         return 0
 
-    def claim(self, view: View | None, present: Collection[str], gone: Collection[str]) -> int | None:
+    def claim(self, view: View | None, present: Collection[str]) -> int | None:
         """Take the next number for a view.
 
         Args:
             view: the newest that the hub knows; None for the founder of a job, which follows all there were.
             present: uids of who will be in the view to form.
-            gone: uids known to be dead.
 
         Returns:
             The number, or None when another part of the job has gone on.
@@ -70,7 +70,8 @@ class Directory:
                     (self._views / f"{number:06d}").hardlink_to(partial)
                     return number
                 except FileExistsError:
-                    if view is not None and not self._uids(number) <= {*present, *gone}:
+                    others = self._uids(number) - set(present)
+                    if view is not None and not all(map(has_ended, others)):
                         return None
         finally:
             partial.unlink()

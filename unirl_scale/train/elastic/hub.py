@@ -53,7 +53,7 @@ class Rules:
     heartbeat_timeout_s: float
     regroup_timeout_s: float
     wait_timeout_s: float
-    claim: Callable[[View | None, Collection[str], Collection[str]], int | None]
+    claim: Callable[[View | None, Collection[str]], int | None]
     open_store: Callable[[], str]
 
 
@@ -98,6 +98,7 @@ class Hub:
         self.rules, self.view, self.halted, self.over = rules, view, "", False
         self._seats: dict[str, _Seat] = {}
         self._outbox: list[tuple[str, Message]] = []
+        self._condemned: dict[str, Member] = {}  # lost, and nobody was asked to kill them yet
         self._asked_to_regroup = False
         self._gathering: _Gathering | None = _Gathering(reason="", since_s=now_s)
         if view is not None:
@@ -121,6 +122,7 @@ class Hub:
             self._send(uid, Halt(reason=reason))
         else:
             self._seats[uid] = _Seat(member=member, heard_s=now_s)
+            self._kill()
             if gathering is not None and uid in gathering.expected:
                 self._send(uid, Stop(incarnation=incarnation, reason=gathering.reason))
 
@@ -193,6 +195,8 @@ class Hub:
     def _ready(self, seat: _Seat, message: Ready, now_s: float) -> None:
         seat.ready = message
         if self._gathering is not None or self.view is None:
+            if self._gathering is not None and message.watched in self._gathering.losses:
+                self._record(message.watched, "", message.heard)
             return
         rank = self.view.rank_of(seat.member.uid)
         if rank is None:
@@ -221,7 +225,7 @@ class Hub:
         self._record(uid, reason, doing)
         if seat is not None:
             self._send(uid, Halt(reason=f"{seat.member} was evicted: {reason}"))
-            self._kill(seat.member)
+        self._kill()
 
     def _record(self, uid: str, reason: str, doing: str = "") -> None:
         """Note a loss of the last view. Noticed twice, by its link and by its watcher, it is one loss."""
@@ -229,16 +233,18 @@ class Hub:
             return
         losses, member = self._gathering.losses, self._gathering.expected.pop(uid, None)
         if member is not None:
+            self._condemned[uid] = member
             losses[uid] = Loss(member=member, rank=self.view.rank_of(uid), doing=doing, reason=reason)
         elif uid in losses and not losses[uid].doing:
             losses[uid] = replace(losses[uid], doing=doing)
 
-    def _kill(self, member: Member) -> None:
-        """Ask a process of the same host. Where none is left, the number of the next view is the fence."""
-        for uid, seat in self._seats.items():
-            if seat.member.host == member.host:
-                self._send(uid, Kill(member=member))
-                return
+    def _kill(self) -> None:
+        """Ask a process of the same host to end those who must not run on. Where none is left, or none has
+        come yet, the number of the next view is the fence."""
+        by_host = {seat.member.host: uid for uid, seat in reversed(self._seats.items())}
+        for uid, member in list(self._condemned.items()):
+            if member.host in by_host:
+                self._send(by_host[member.host], Kill(member=self._condemned.pop(uid)))
 
     # ---- views ----------------------------------------------------------------------------------------
     def _gather(self, reason: str, now_s: float) -> None:
@@ -294,7 +300,7 @@ class Hub:
             present, key=lambda seat: (seat.member.uid not in gathering.expected, seat.member.slot)
         )
         ranked = sorted((seat.member for seat in seats[:used]), key=lambda member: member.slot)
-        number = self.rules.claim(self.view, [seat.member.uid for seat in present], gathering.losses)
+        number = self.rules.claim(self.view, [seat.member.uid for seat in present])
         if number is None:
             self._halt("another part of the job has gone on; this one is cut off from it and ends")
             return

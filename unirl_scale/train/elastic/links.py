@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
-from pathlib import Path
 
 from unirl_scale.train.elastic.messages import Message, decode, encode
-from unirl_scale.train.elastic.view import Member
 
 _LIMIT_BYTES = 64 << 20  # of one line: a view of a very large job
 
@@ -88,24 +84,3 @@ def own_address(towards: str) -> str:
         except OSError:
             return "127.0.0.1"
     return address
-
-
-# ---- processes ----------------------------------------------------------------------------------------
-def process_uid(pid: int) -> str:
-    """A name that no other process ever has: host, process id and the kernel's start time of it."""
-    return f"{socket.gethostname()}:{pid}:{_start_time(pid)}"
-
-
-def kill(member: Member) -> None:
-    """End a process of this host that was evicted, unless its id has passed to another one."""
-    if member.host == socket.gethostname() and process_uid(member.pid) == member.uid:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(member.pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str:
-    """Field 22 of /proc/PID/stat (proc(5)), "" when it is not there."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

@@ -62,11 +62,14 @@ class Ready:
         incarnation: the view it left, 0 for none.
         step: steps it completed.
         error: why it left, "" when it was asked to.
+        watched, heard: the process that I watched there, and what it was last heard doing.
     """
 
     incarnation: int
     step: int
     error: str = ""
+    watched: str = ""
+    heard: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
