@@ -32,6 +32,7 @@ def train(membership: Membership, folder: Path) -> None:
             rank=view.rank_of(membership.me.uid),
             losses=[str(loss) for loss in view.losses],
             attempts=view.attempts,
+            reason=view.reason,
         )
         step, error = max(step, view.step), ""
         try:
@@ -58,14 +59,14 @@ def main(folder: Path, slot: int, world: int, min_ranks: int, host: str) -> None
         min_ranks=min_ranks,
         usable=lambda ranks: min(ranks, world),
         max_restarts_per_step=3,
-        heartbeat_timeout_s=2.0,
+        heartbeat_timeout_s=2.5,
         regroup_timeout_s=10.0,
         wait_timeout_s=15.0,
         claim=directory.claim,
         open_store=lambda: "",
     )
     seat = Seat(slot=slot, node=host, run="job", meets_at="127.0.0.1")
-    pace = Pace(interval_s=0.25, timeout_s=2.0, stall_timeout_s=0.0)
+    pace = Pace(interval_s=0.25, timeout_s=2.5, stall_timeout_s=0.0)
     with Membership(seat, pace, rules, directory, Progress()) as membership:
         report(pid=membership.me.pid)
         try:
