@@ -18,9 +18,11 @@ from unirl_scale.core.ranks import RankInfo
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.rl.algorithms import ALGORITHMS, build
 from unirl_scale.rl.interface import Algorithm
-from unirl_scale.train.checkpoint.resume import Restored, restore
+from unirl_scale.train.checkpoint.resume import restore
 from unirl_scale.train.checkpoint.saving import Checkpointer
 from unirl_scale.train.checkpoint.session import open_session
+from unirl_scale.train.checkpoint.sizes import require_room
+from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import MetricsWriter, Reporter, cut_after
@@ -62,7 +64,10 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
         state = restored.state if restored else TrainState()
         run_dir = RunDir(Path(cfg.run_dir))
         _require_fresh(run_dir, restored)
-        checkpointer = Checkpointer(cfg, session, roles, factory, task.fingerprint())
+        needs = [build_algorithm(stage).needs for stage in cfg.stages]
+        critic, reference = any(n.critic for n in needs), any(n.reference for n in needs)
+        require_room(cfg, session, factory.world, critic=critic, reference=reference)
+        checkpointer = Checkpointer(cfg, session, roles, factory, task.fingerprint(), restored=restored)
         recorder = None
         if rank_info.rank == 0:
             cut_after(run_dir, state.step, state.optimizer_steps)

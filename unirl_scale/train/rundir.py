@@ -68,8 +68,8 @@ def claim(
     """Make the directory and hold it for one live run.
 
     The lock is the kernel's (flock), so that it ends with the process that holds it, however that ends. A run
-    that kept checkpoints is left as it is, to be continued; what a run that never completed a step left
-    behind is cleared.
+    that kept checkpoints is left as it is, to be continued; what a run that never completed a step left is
+    cleared.
 
     Args:
         run_dir: where to; parents are made.

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
 
+_FILE = re.compile(r"(?:own|replica)-\d+\.(\d+)\.")
 _RECORD = re.compile(r"(?:own|replica)-(\d+)\.(?:\d+)\.\d+\.json")
 
 
@@ -85,18 +85,32 @@ class MemoryFolder:
             if match is not None and record.head.run == run:
                 yield MemoryRecord(folder=file.parent, rank=int(match[1]), manifest=record)
 
-    def clear_older(self, incarnation: int) -> None:
-        """Remove what earlier incarnations left on this host."""
+    def clear_older(self, incarnation: int, but: tuple[int, int] | None = None) -> None:
+        """Remove what earlier incarnations left on this host.
+
+        Args:
+            but: (step, incarnation) of a snapshot that stays.
+        """
         for file in self.root.glob("*/*"):
-            number = file.name.split(".")[1:2]
-            if number and number[0].isdecimal() and int(number[0]) < incarnation:
+            match = _FILE.match(file.name)
+            if match is None or int(match[1]) >= incarnation:
+                continue
+            if but is None or int(match[1]) != but[1] or self._is_other(file, but):
                 file.unlink(missing_ok=True)
 
+    def _is_other(self, file: Path, but: tuple[int, int]) -> bool:
+        """Whether a buffer or its record belongs to another snapshot; frozen weights belong to them all."""
+        record = file if file.suffix == ".json" else file.with_name(file.name + ".json")
+        if not _RECORD.fullmatch(record.name):
+            return False
+        try:
+            return read_manifest(record.read_bytes(), str(record)).head.when != but
+        except (CheckpointError, OSError):
+            return True
+
     def clear(self) -> None:
-        """Remove this node's buffers; those in use live on for who has them mapped."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # another node of this host is still there
-            self.root.rmdir()
+        """Remove the run's buffers from this host; those in use live on for who has them mapped."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 class Buffer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from unirl_scale.train.checkpoint.manifest import Head
 from unirl_scale.train.checkpoint.saving import rank_slabs, role_list
 from unirl_scale.train.checkpoint.session import Session
 from unirl_scale.train.checkpoint.sources import (
+    Restored,
     Source,
     disk_source,
     memory_sources,
@@ -26,27 +26,8 @@ from unirl_scale.train.checkpoint.sources import (
     shared_disk_source,
 )
 from unirl_scale.train.roles import Roles
-from unirl_scale.train.state import TrainState
 
 MODES = ("auto", "never", "must")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What a run continues from.
-
-    Attributes:
-        source: for people.
-        near_bytes, far_bytes: this rank read from its node or shared storage, and from other nodes.
-        notes: saves that were passed over and why; settings that changed.
-    """
-
-    state: TrainState
-    source: str
-    seconds: float
-    near_bytes: int
-    far_bytes: int
-    notes: tuple[str, ...]
 
 
 def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: str) -> Restored | None:
@@ -80,6 +61,8 @@ def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: 
         state = source.manifest.head.state
         return Restored(
             state=state,
+            when=source.when,
+            durable=not in_memory,
             source=source.what,
             seconds=time.perf_counter() - started,
             near_bytes=loaded.near_bytes,
@@ -103,8 +86,7 @@ def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: 
 def _candidates(
     cfg: RunConfig, session: Session, world: Group, notes: list[str]
 ) -> Iterator[tuple[Source, bool]]:
-    """(source, whether it lies in memory), newest first, the same on every rank; each `next` is
-    collective."""
+    """(source, whether it is in memory), newest first, the same on every rank; each `next` is collective."""
     memory = memory_sources(session, world)
     below = None
     while True:

@@ -10,36 +10,29 @@ checkpointer.abandon()        a failure: stop, commit nothing, leave the memory 
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from unirl_scale import __version__
 from unirl_scale.comm.groups import GroupFactory
-from unirl_scale.core.config import CheckpointConfig, RunConfig
+from unirl_scale.core.config import RunConfig
+from unirl_scale.core.errors import CheckpointError
 from unirl_scale.core.typed import to_plain
 from unirl_scale.train.checkpoint.entries import Slab, engine_slabs
 from unirl_scale.train.checkpoint.keeping import Keeping
 from unirl_scale.train.checkpoint.manifest import Head, SavedRole
 from unirl_scale.train.checkpoint.replica import ReplicaLink, keeper_groups, replica_keepers
+from unirl_scale.train.checkpoint.saves import Saves, agree_by_files
 from unirl_scale.train.checkpoint.session import Session
 from unirl_scale.train.checkpoint.shard import ShardPlan, plan_shards
-from unirl_scale.train.checkpoint.snapshot import Snapshot, Snapshots
-from unirl_scale.train.checkpoint.writer import FileJob, Probe, SaveJob, SaveThread, no_probe, shard_name
+from unirl_scale.train.checkpoint.sizes import slots_needed
+from unirl_scale.train.checkpoint.snapshot import Snapshots
+from unirl_scale.train.checkpoint.sources import Restored
+from unirl_scale.train.checkpoint.writer import Probe, no_probe
 from unirl_scale.train.roles import Role, Roles
 from unirl_scale.train.state import TrainState
-
-_GROUPS = ("train", "frozen")
-
-
-def slots_needed(cfg: CheckpointConfig) -> int:
-    """Snapshots there is room for: one being written and one whole, one more while a save reads a third; only
-    one where snapshots serve saves alone."""
-    if not cfg.snapshot_every:
-        return 1
-    return 3 if cfg.keep and cfg.every else 2
 
 
 def role_list(roles: Roles) -> list[Role]:
@@ -82,6 +75,7 @@ class Checkpointer:
 
     Args:
         data: fingerprint of the training data.
+        restored: what the run continues from.
         racks: rack of each node, as far as known.
         probe: called at labelled points of a save.
     """
@@ -94,19 +88,20 @@ class Checkpointer:
         factory: GroupFactory,
         data: str,
         *,
+        restored: Restored | None = None,
         racks: Mapping[str, str] | None = None,
         probe: Probe = no_probe,
     ) -> None:
         self.cfg, self.session, self.roles, self.world = cfg, session, roles, factory.world
-        self.requested_step = self.durable_step = -1
-        self.failed_saves = 0
-        self._data, self._probe = data, probe
-        self._config = to_plain(cfg)
+        self.saves = Saves(cfg.checkpoint, session, probe)
+        self._data, self._config = data, to_plain(cfg)
         self._plan: tuple[tuple[int, ...], ShardPlan] | None = None
-        self._save: SaveThread | None = None
-        self._frozen_files: dict[str, Path] = {}
-        self._warnings: list[str] = []
+        self._taken = 0
         self._snapshots: Snapshots | None = None
+        if session.speaks_for_node:
+            session.memory.clear_older(session.incarnation, but=restored.when if restored else None)
+        if restored is not None and restored.durable:
+            self.saves.requested_step = self.saves.durable_step = restored.when[0]
         options = cfg.checkpoint
         if options.keep or options.snapshot_every:
             self._snapshots = Snapshots(
@@ -138,54 +133,72 @@ class Checkpointer:
         options = self.cfg.checkpoint
         save = bool(options.keep and options.every and state.step % options.every == 0)
         snapshot = bool(options.snapshot_every and state.step % options.snapshot_every == 0)
-        self._note_ended()
+        self.saves.note_ended()
         if save:
-            save = self._nobody_saves(state.step)
+            save = self.saves.all_free(self.world, state.step)
         if save or snapshot:
             self._take(state, save=save)
         if save and not options.background:
-            self._wait_for_save()
+            self.fence()
+            self.saves.wait()
 
     def finish(self, state: TrainState) -> None:
-        """The last save of a run that ended well; durable when it returns. Memory is given back."""
+        """The last save of a run that ended well, durable when it returns; memory is given back. Collective.
+
+        Raises:
+            CheckpointError: it could not be made durable; memory then keeps what it has.
+        """
         if self._snapshots is None:
             return
-        self._wait_for_save()
-        if self.cfg.checkpoint.keep and self.requested_step != state.step:
-            self._take(state, save=True)
-            self._wait_for_save()
         self.fence()
+        self.saves.wait()
+        if self.cfg.checkpoint.keep:
+            if self.saves.requested_step != state.step:
+                self._take(state, save=True)
+                self.fence()
+                self.saves.wait()
+            self._require_durable(state)
         self.world.barrier()
-        if self.cfg.checkpoint.snapshot_every:
+        if self.session.speaks_for_node:
             self.session.memory.clear()
 
     def save_newest(self, deadline_s: float) -> bool:
-        """Make the newest whole snapshot durable before the process must go. Every rank calls it; no
-        collective.
+        """Make the newest snapshot that every rank has durable, before the processes must go.
+
+        Every rank calls it, at any moment and without collectives; the step is agreed through files.
 
         Returns:
-            Whether this rank's part is durable (on rank 0: the save).
+            Whether this rank's part is durable, and on rank 0 the save.
         """
         if self._snapshots is None:
             return False
-        if self._save is not None and self._save.running:
-            self._save.wait(deadline_s)
-        snapshot = self._snapshots.newest()
-        if snapshot is None:
+        end = time.monotonic() + deadline_s
+        self._snapshots.fence(deadline_s / 2)
+        self.saves.wait(end - time.monotonic())
+        session = self.session
+        whole = {snapshot.record.head.step: snapshot for snapshot in self._snapshots.whole()}
+        step = agree_by_files(
+            session.store,
+            session.incarnation,
+            session.rank,
+            self.world.size,
+            list(whole),
+            end - time.monotonic(),
+        )
+        for other in whole.keys() - {step}:
+            whole[other].release()
+        if step is None:
             return False
-        if snapshot.record.head.step == self.durable_step:
-            snapshot.release()
+        if step == self.saves.requested_step and self.saves.wait():
+            whole[step].release()
             return True
-        self._start_save(snapshot, deadline_s)
-        assert self._save is not None
-        self._save.wait(deadline_s)
-        self._note_ended()
-        return not self._save.running and not self._save.error
+        self.saves.requested_step = step
+        self.saves.start(whole[step], end - time.monotonic())
+        return self.saves.wait()
 
     def abandon(self) -> None:
         """Stop saving and commit nothing more; snapshots in memory stay for the next start."""
-        if self._save is not None:
-            self._save.cancel()
+        self.saves.cancel()
 
     # ---- what happened --------------------------------------------------------------------------------
     def metrics(self) -> dict[str, float]:
@@ -194,9 +207,9 @@ class Checkpointer:
             return {}
         cost = self._snapshots.cost
         out = {
-            "checkpoint/requested_step": float(self.requested_step),
-            "checkpoint/durable_step": float(self.durable_step),
-            "checkpoint/failed_saves": float(self.failed_saves),
+            "checkpoint/requested_step": float(self.saves.requested_step),
+            "checkpoint/durable_step": float(self.saves.durable_step),
+            "checkpoint/failed_saves": float(self.saves.failed),
             "snapshot/start_s": cost.start_s,
             "snapshot/wait_s": cost.wait_s,
             "snapshot/copy_s": cost.copy_s,
@@ -208,27 +221,35 @@ class Checkpointer:
 
     def take_warnings(self) -> list[str]:
         """What went wrong since the last call."""
+        out, self.saves.warnings = self.saves.warnings, []
         if self._snapshots is not None and self._snapshots.error:
-            self._warnings.append(self._snapshots.error)
+            out.append(self._snapshots.error)
             self._snapshots.error = ""
-        out, self._warnings = self._warnings, []
         return out
 
     # ---- inside ---------------------------------------------------------------------------------------
     def _take(self, state: TrainState, *, save: bool) -> None:
         assert self._snapshots is not None
-        if (
-            not self._snapshots.fenced
-        ):  # no gradient was reduced since: do what that reduction would have done
+        if not self._snapshots.fenced:
+            # No gradient was reduced since the last one: do what that reduction would have done.
             self._snapshots.fence()
             self.world.barrier()
-        head = self._head(state)
+        if self._taken == 1 and self.session.speaks_for_node:
+            # Every rank has a snapshot of this incarnation: nobody needs those of earlier ones.
+            self.session.memory.clear_older(self.session.incarnation)
+        self._taken += 1
         if save:
-            self.requested_step = state.step
-        if not self._snapshots.take(head, self._shards(state), self._start_save if save else None):
-            self._warnings.append(
-                f"step {state.step}: not saved, every buffer is held by a save that does not end"
-            )
+            self.saves.requested_step = state.step
+        then = self.saves.start if save else None
+        if not self._snapshots.take(self._head(state), self._shards(state), then):
+            text = "no snapshot, saves that do not end hold every buffer"
+            self.saves.warnings.append(f"step {state.step}: {text}")
+
+    def _require_durable(self, state: TrainState) -> None:
+        """Raise CheckpointError on every rank when rank 0 did not commit this step."""
+        step, warnings = self.world.all_gather_object((self.saves.durable_step, self.saves.warnings))[0]
+        if step != state.step:
+            raise CheckpointError(f"the last checkpoint is not durable: {'; '.join(warnings)}")
 
     def _shards(self, state: TrainState) -> ShardPlan:
         engines = [r.engine for r in role_list(self.roles) if r.engine is not None]
@@ -249,62 +270,3 @@ class Checkpointer:
             config=self._config,
             versions=software(),
         )
-
-    def _start_save(self, snapshot: Snapshot, deadline_s: float | None = None) -> None:
-        """Runs on the snapshot's thread."""
-        record = snapshot.record
-        files = []
-        for part, data, group in zip(record.parts, snapshot.data, _GROUPS):
-            file = replace(part, file=shard_name(self.session.rank, group))
-            files.append(FileJob(part=file, data=data, same_as=self._frozen_files.get(part.version)))
-        job = SaveJob(
-            head=record.head,
-            files=files,
-            rank=self.session.rank,
-            deadline_s=self.cfg.checkpoint.deadline_s if deadline_s is None else deadline_s,
-            keep=self.cfg.checkpoint.keep,
-        )
-        self._save = SaveThread(self.session.store, job, self._probe, release=snapshot.release)
-
-    def _nobody_saves(self, step: int) -> bool:
-        """Whether every rank is free to save; one that is not is named. Collective."""
-        busy = self._save is not None and self._save.running
-        writing = self._save.job.head.step if busy and self._save is not None else -1
-        answers = self.world.all_gather_object(writing)
-        slow = [rank for rank, other in enumerate(answers) if other >= 0]
-        if slow:
-            self.failed_saves += 1
-            self._warnings.append(
-                f"step {step}: checkpoint skipped, ranks {slow[:8]} still write that of step {answers[slow[0]]}"
-            )
-        return not slow
-
-    def _wait_for_save(self) -> None:
-        self.fence()
-        if self._save is not None and not self._save.wait():
-            self._save.cancel()
-        self._note_ended()
-
-    def _note_ended(self) -> None:
-        """Take notice of a save that ended, or that ran past its deadline."""
-        save = self._save
-        if save is None or save.noted or (save.running and save.left_s > 0):
-            return
-        save.noted = True
-        step = save.job.head.step
-        if save.written:
-            self._frozen_files = {
-                f.part.version: self.session.store.folder(save.job.name) / f.part.file
-                for f in save.job.files
-                if f.part.version
-            }
-        if save.durable:
-            self.durable_step = step
-        error = save.error or (f"not done within {save.job.deadline_s:g} s" if save.running else "")
-        if error:
-            save.cancel()
-            self.failed_saves += not save.durable
-            what = "saved, but" if save.durable else "checkpoint FAILED:"
-            self._warnings.append(
-                f"step {step}: {what} {error}; training goes on, durable is step {self.durable_step}"
-            )

@@ -168,10 +168,10 @@ class Snapshots:
     def fenced(self) -> bool:
         return self._thread is None
 
-    def newest(self) -> Snapshot | None:
-        """The newest whole snapshot, or None before the first; the caller must release it."""
+    def whole(self) -> list[Snapshot]:
+        """Every whole snapshot; the caller must release each."""
         with self._lock:
-            return None if self._newest is None else self._snapshot(self._newest)
+            return [self._snapshot(slot) for slot in self._slots if slot.record is not None]
 
     # ---- slots ----------------------------------------------------------------------------------------
     def _free_slot(self) -> Slot | None:

@@ -15,10 +15,10 @@ from unirl_scale.train.checkpoint.manifest import (
     read_manifest,
     require_whole,
 )
-from unirl_scale.train.checkpoint.names import SaveName
 from unirl_scale.train.checkpoint.session import Session
 from unirl_scale.train.checkpoint.store import Store, read_save
 from unirl_scale.train.checkpoint.writer import shard_name
+from unirl_scale.train.state import TrainState
 
 When = tuple[int, int]  # step, incarnation
 
@@ -47,6 +47,28 @@ class Source:
     @property
     def when(self) -> When:
         return self.manifest.head.when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a run continues from.
+
+    Attributes:
+        when: step and incarnation of the save.
+        durable: it is a durable checkpoint, not a snapshot in memory.
+        source: for people.
+        near_bytes, far_bytes: this rank read from its node or shared storage, and from other nodes.
+        notes: saves that were passed over and why; settings that changed.
+    """
+
+    state: TrainState
+    when: When
+    durable: bool
+    source: str
+    seconds: float
+    near_bytes: int
+    far_bytes: int
+    notes: tuple[str, ...]
 
 
 # ---- disk ---------------------------------------------------------------------------------------------
@@ -85,8 +107,7 @@ def newest_on_disk(store: Store, below: When | None = None) -> tuple[Source | No
 
 
 def shared_disk_source(world: Group, source: Source | None) -> Source | None:
-    """Rank 0's choice on every rank, by the bytes of its manifest, so that nobody trusts what it sees
-    itself."""
+    """Rank 0's choice on every rank, by the bytes of its manifest: no rank trusts what it sees by itself."""
     head = None
     if world.index == 0 and source is not None:
         site = next(iter(source.sites.values()))[0]
@@ -123,7 +144,7 @@ def memory_sources(session: Session, world: Group) -> list[Source]:
     """Snapshots that the nodes' memories still hold whole, newest first; collective, equal on every rank."""
     node = session.nodes[session.rank]
     mine: list[_Found] = []
-    if session.nodes.index(node) == session.rank:  # one rank speaks for its node
+    if session.speaks_for_node:
         for r in session.memory.records(session.run):
             head = r.manifest.head
             mine.append(
@@ -176,6 +197,3 @@ def without(source: Source, bad: Sequence[tuple[str, Site]]) -> Source:
         source,
         sites={name: tuple(s for s in sites if (name, s) not in bad) for name, sites in source.sites.items()},
     )
-
-
-__all__ = ["SaveName", "Site", "Source", "disk_source", "memory_sources", "newest_on_disk", "without"]

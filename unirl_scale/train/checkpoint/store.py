@@ -98,7 +98,7 @@ class Store:
         newest = self.incarnation()
         if newest != incarnation:
             raise CheckpointError(
-                f"{self.path}: incarnation {incarnation} is fenced off; {newest}, a later start, owns this run"
+                f"{self.path}: incarnation {incarnation} is fenced off by {newest}, a later start of this run"
             )
 
     # ---- after a save ---------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.checksum import chunk_sum
 from unirl_scale.train.checkpoint.manifest import Head, Manifest, manifest_bytes, merged, read_manifest
-from unirl_scale.train.checkpoint.names import SaveName
+from unirl_scale.train.checkpoint.names import MANIFEST, SaveName
 from unirl_scale.train.checkpoint.reading import ChunkFile
 from unirl_scale.train.checkpoint.shard import Part
 from unirl_scale.train.checkpoint.store import Store, fsync_folder, write_durably
@@ -42,7 +43,7 @@ POINTS = (
     "before retention",
 )
 _PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_ATTEMPTS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 8, 0.05, 2.0
 
 
 def no_probe(label: str) -> None:
@@ -150,7 +151,9 @@ class SaveThread:
 
     def _write(self) -> None:
         folder = self.store.folder(self.job.name)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
+        if (folder / MANIFEST).exists():
+            raise CheckpointError(f"{folder}: is durable already; a save is never written twice")
         self._probe("before write")
         for file in self.job.files:
             self._retrying(partial(self._place, folder / file.part.file, file))
@@ -161,25 +164,25 @@ class SaveThread:
         self._retrying(lambda: write_durably(folder / record_name(self.job.rank), manifest_bytes(record)))
 
     def _retrying(self, action: Callable[[], None]) -> None:
-        """Try again after a transient error, with growing pauses, until the deadline."""
+        """Try again after an error that may pass, with growing pauses, within the deadline."""
         pause = _FIRST_PAUSE_S
-        while True:
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return action()
             except OSError as error:
-                if error.errno in _PERMANENT or self.left_s < pause or self._cancelled.is_set():
+                hopeless = error.errno in _PERMANENT or self.left_s < pause or self._cancelled.is_set()
+                if hopeless or attempt == _ATTEMPTS:
                     raise
             self._cancelled.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return None
 
     def _place(self, path: Path, file: FileJob) -> None:
         if file.same_as is not None:
-            try:
+            with suppress(OSError):  # a file system without links, or the other save is gone: write it
                 path.unlink(missing_ok=True)
                 path.hardlink_to(file.same_as)
                 return
-            except OSError:
-                pass  # a file system without links, or the other save is gone: write it
         self._write_file(path, file.part, file.data)
 
     def _write_file(self, path: Path, part: Part, data: Tensor) -> None:
@@ -197,9 +200,7 @@ class SaveThread:
             for chunk, expected in enumerate(part.sums):
                 self._check()
                 if chunk_sum(written.chunk(chunk)) != expected:
-                    raise OSError(
-                        errno.EIO, f"reads back other bytes than were written, chunk {chunk}", str(path)
-                    )
+                    raise OSError(errno.EIO, f"chunk {chunk} reads back other than it was written", str(path))
 
     def _check(self) -> None:
         if self._cancelled.is_set():
@@ -210,16 +211,16 @@ class SaveThread:
     def _clean_up(self) -> None:
         """Free the space at once; rank 0 removes the whole save, another rank its files."""
         name, folder = self.job.name, self.store.folder(self.job.name)
-        try:
+        # Best effort on a disk that just failed: rank 0's deadline, and the next start, cover the rest.
+        with suppress(OSError):
+            if (folder / MANIFEST).exists():
+                return
             if self.job.rank == 0:
                 self.store.remove(name)
                 return
-            for file in self.job.files:
-                (folder / file.part.file).unlink(missing_ok=True)
-            (folder / record_name(self.job.rank)).unlink(missing_ok=True)
+            for path in folder.glob(f"{rank_name(self.job.rank)}.*"):
+                path.unlink(missing_ok=True)
             (folder / failed_name(self.job.rank)).write_text(self.error)
-        except OSError:
-            pass  # best effort on a disk that just failed; rank 0's deadline covers it
 
     # ---- rank 0 ---------------------------------------------------------------------------------------
     def _commit(self) -> None:
@@ -264,21 +265,20 @@ class SaveThread:
         return [found[rank] for rank in sorted(found)]
 
 
+def rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
 def record_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+    return f"{rank_name(rank)}.json"
 
 
 def failed_name(rank: int) -> str:
-    return f"rank-{rank:05d}.failed"
+    return f"{rank_name(rank)}.failed"
 
 
 def shard_name(rank: int, group: str) -> str:
-    return f"rank-{rank:05d}.{group}.safetensors"
-
-
-def named(part: Part, rank: int, group: str) -> Part:
-    """The part under its name in a save."""
-    return replace(part, file=shard_name(rank, group))
+    return f"{rank_name(rank)}.{group}.safetensors"
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
