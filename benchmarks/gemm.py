@@ -38,8 +38,14 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
+def added_by_sample(dy: Tensor, x: Tensor, spans: Spans, grad: Tensor) -> None:
+    """What `dw` does, with cuBLAS: an fp32 product of each sample, added to the fp32 gradient."""
+    for start, stop in zip(spans.offsets, spans.offsets[1:]):
+        grad += torch.mm(dy[start:stop].t(), x[start:stop], out_dtype=torch.float32)
+
+
 def training_row(ops: CudaOps, name: str, n: int, k: int, rows: int, sample: int) -> dict[str, Any]:
-    """TFLOP/s. `dw` adds into fp32 sample by sample, cuBLAS makes one bf16 product of all tokens."""
+    """TFLOP/s. `dw` adds into fp32 sample by sample; `dw cublas` is one bf16 product of all tokens."""
     spans = Spans.of([sample] * (rows // sample), "cuda")
     x, w, dy = random(rows, k), random(1, n, k), random(rows, n)
     grad = torch.zeros(1, n, k, device="cuda")
@@ -53,6 +59,7 @@ def training_row(ops: CudaOps, name: str, n: int, k: int, rows: int, sample: int
         "dx": lambda: ops.row_linear_dx(dy, w),
         "dw cublas": lambda: dy.t() @ x,
         "dw": lambda: ops.linear_dw(dy, x, spans, grad),
+        "dw cublas fp32": lambda: added_by_sample(dy, x, spans, grad[0]),
         f"row fwd, {LEAVES} leaves": lambda: ops.row_linear_nodes(x, split_columns, tree),
         f"col dx, {LEAVES} leaves": lambda: ops.linear_dx_nodes(dy, split_rows, tree),
     }

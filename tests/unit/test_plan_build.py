@@ -135,8 +135,20 @@ def test_unknown_peak_means_no_mfu() -> None:
 
 def test_measured_layer_times_replace_the_model() -> None:
     cfg, topology = run_config(MeshConfig(tp=4, dp=4)), cluster(H100, 2)
-    plan = make_plan(cfg, topology, Assumptions(layer_us=(1000.0,) * 32))
-    assert plan.role("actor").compute_us == pytest.approx(32 * 1000.0 * 32)
+    once = make_plan(cfg, topology, Assumptions(layer_us=(1000.0,) * 32)).role("actor").compute_us
+    twice = make_plan(cfg, topology, Assumptions(layer_us=(2000.0,) * 32)).role("actor").compute_us
+    assert once is not None
+    assert once > 32 * 1000.0 * 32  # 32 micro-batches, 32 layers, and the output layer on top
+    assert twice == pytest.approx(2 * once)
+
+
+def test_a_better_pipeline_split_is_named() -> None:
+    cfg, topology = run_config(MeshConfig(tp=4, dp=2, pp=4)), cluster(H100, 4)
+    notes = make_plan(cfg, topology, TOLD).notes
+    assert any("mesh.actor.pipeline_split [8, 9, 9, 6]" in note for note in notes)
+    slow_first = Assumptions(layer_us=(20000.0, *(1000.0,) * 31))
+    notes = make_plan(cfg, topology, slow_first).notes
+    assert any("mesh.actor.pipeline_split [1, " in note for note in notes)
 
 
 def test_hccl_communicators_cost_two_buffers_of_200_mb() -> None:
@@ -148,7 +160,15 @@ def test_hccl_communicators_cost_two_buffers_of_200_mb() -> None:
 def test_table_names_every_group_and_call() -> None:
     plan = make_plan(run_config(MeshConfig(tp=4, dp=16, pp=2)), cluster(H100, 16, tiers=(4,)), TOLD)
     text = plan_table(plan)
-    for word in ("gradients", "weights", "activations", "MFU", "GiB a rank", "rollout (decode)"):
+    for word in (
+        "gradients",
+        "weights",
+        "activations",
+        "MFU",
+        "GiB a rank",
+        "rollout (decode)",
+        "GiB a rank sends a step over: node",
+    ):
         assert word in text
 
 

@@ -193,3 +193,16 @@ def test_unreadable_things_are_named(tmp_path: Path) -> None:
         read_topology("The quick brown fox\njumps over the dog\n")
     (tmp_path / "utf16").write_bytes((FIXTURES / "hosts.txt").read_text().encode("utf-16"))
     assert len(read_topology(tmp_path / "utf16").nodes) == 3
+
+
+def test_topographs_older_form_lists_blocks_under_switches() -> None:
+    text = (
+        "switches:\n- name: core\n  switches: [leaf1, leaf2]\n- name: leaf1\n  capacity_blocks: [cb1, cb2]\n"
+        "- name: leaf2\n  capacity_blocks: [cb3]\ncapacity_blocks:\n"
+        "- name: cb1\n  nvlink: nvA\n  nodes: [n11, n12]\n"
+        "- name: cb2\n  nodes: [n13]\n- name: cb3\n  nodes: ['n[21-22]']\n"
+    )
+    topology = read_topology(text)
+    assert topology.nodes == ("n11", "n12", "n13", "n21", "n22")
+    assert [level.name for level in topology.levels] == ["block", "leaf", "tier2"]
+    assert topology.levels[0].member.tolist() == [0, 0, -1, -1, -1]

@@ -87,3 +87,16 @@ def test_system_without_accelerators_is_refused() -> None:
 def test_entities_are_refused() -> None:
     with pytest.raises(PlanError, match="DOCTYPE"):
         read_topology('<!DOCTYPE x [<!ENTITY a "b">]>\n<system/>')
+
+
+def test_a_narrow_slot_among_wide_ones_is_reported() -> None:
+    wide = (FIXTURES / "rccl_ring.xml").read_text()
+    first = wide.index('link_width="16"')
+    narrow = wide[:first] + 'link_width="8"' + wide[first + len('link_width="16"') :]
+    notes = read_topology(narrow).notes
+    assert any("GPU0: PCIe at 50 % of its peers' rate" in note.what for note in notes)
+    assert not any("PCIe at" in note.what for note in read_topology(wide).notes)
+
+
+def test_devices_of_all_different_strength_are_no_norm_to_fall_short_of() -> None:
+    assert read_topology(FIXTURES / "rccl_ring.xml").boxes[0].degraded == {}

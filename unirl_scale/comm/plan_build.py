@@ -24,7 +24,7 @@ from unirl_scale.comm.plan_model import (
     training_memory,
 )
 from unirl_scale.comm.plan_place import block_shape, mesh_ranks, place_all
-from unirl_scale.comm.plan_times import decode_time, score_time, train_time
+from unirl_scale.comm.plan_times import best_split, decode_time, score_time, train_time
 from unirl_scale.comm.plan_traffic import Axis, Call, decode_calls, training_calls
 from unirl_scale.comm.topology.model import IntArray, Topology
 from unirl_scale.core.config import MeshConfig, RunConfig, StageConfig
@@ -52,6 +52,7 @@ def make_plan(
     *,
     on_degraded: OnDegraded = "exclude",
     devices_per_node: int | None = None,
+    role_names: Sequence[str] | None = None,
 ) -> Plan:
     """Plan every role of the run.
 
@@ -61,6 +62,7 @@ def make_plan(
         assumptions: transport, accelerator, measured layer times; None = guessed from the vendor.
         on_degraded: leave degraded devices out, refuse them, or use them.
         devices_per_node: for files that do not say.
+        role_names: of actor, critic, reference and rollout; None = all. An algorithm may lack a critic.
 
     Returns:
         The same plan for the same input, on every machine.
@@ -71,7 +73,7 @@ def make_plan(
     full = resolve(cfg)
     told = assumptions or Assumptions(transport=_transport(cfg))
     machine = survey(topology, on_degraded=on_degraded, devices_per_node=devices_per_node)
-    roles = roles_of(full)
+    roles = [r for r in roles_of(full) if role_names is None or r.name in role_names]
     placement = place_all(
         machine,
         [(r.name, r.mesh) for r in roles],
@@ -93,7 +95,11 @@ def make_plan(
         data_slots=full.invariance.data_slots,
         model_leaves=full.invariance.model_leaves,
         excluded=machine.excluded,
-        notes=tuple(str(n) for n in topology.notes) + _unknowns(full, planned),
+        notes=(
+            *(str(n) for n in topology.notes),
+            *_unknowns(full, planned),
+            *_better_splits(full, roles, told),
+        ),
     )
 
 
@@ -341,6 +347,18 @@ def _local_ids(topology: Topology, machine: Machine, slots: IntArray) -> IntArra
         mine = box_of == b
         ids[mine] = table[position[mine]]
     return ids.astype(np.int32)
+
+
+def _better_splits(cfg: RunConfig, roles: Sequence[Role], told: Assumptions) -> tuple[str, ...]:
+    """Say where another pipeline_split would be faster."""
+    found = []
+    for role in roles:
+        better = best_split(cfg, role.size, role.mesh, told) if role.phase == "train" else None
+        if better is not None and better[1] > 1.001:
+            counts, ratio = better
+            gain = f"slowest chunk {100 * (1 - 1 / ratio):.1f} % faster"
+            found.append(f"mesh.{role.name}.pipeline_split {list(counts)}: {gain}")
+    return tuple(found)
 
 
 def _unknowns(cfg: RunConfig, roles: Sequence[RolePlan]) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from unirl_scale.comm.plan_build import Role, plan_role, roles_of
 from unirl_scale.comm.plan_machine import Machine, OnDegraded, survey
 from unirl_scale.comm.plan_model import GIB
 from unirl_scale.comm.plan_place import tp_units
+from unirl_scale.comm.plan_times import best_split
 from unirl_scale.comm.topology.model import Topology
-from unirl_scale.core.check import check, even_split
+from unirl_scale.core.check import check
 from unirl_scale.core.config import MeshConfig, MeshesConfig, RunConfig
 from unirl_scale.core.errors import PlanError
 from unirl_scale.core.load import resolve
@@ -78,7 +79,7 @@ def search_layouts(
     full = resolve(cfg)
     found: list[Candidate] = []
     least: tuple[float, MeshConfig] | None = None
-    for mesh in _legal(full, machine, ranks, told):
+    for mesh in _legal(full, machine, ranks, told, assumptions):
         role = _estimate(full, machine, mesh, assumptions)
         used = role.memory.total
         if least is None or used < least[0]:
@@ -107,7 +108,9 @@ def _nothing(
     )
 
 
-def _legal(cfg: RunConfig, machine: Machine, ranks: int, told: Limits) -> Iterator[MeshConfig]:
+def _legal(
+    cfg: RunConfig, machine: Machine, ranks: int, told: Limits, assumptions: Assumptions
+) -> Iterator[MeshConfig]:
     """Layouts of exactly `ranks` ranks that the rules of core/check.py allow and the machine can hold."""
     free = np.arange(machine.slots, dtype=np.int32)
     layers = cfg.model.actor.num_layers
@@ -131,10 +134,19 @@ def _legal(cfg: RunConfig, machine: Machine, ranks: int, told: Limits) -> Iterat
                             sequence_parallel=tp > 1,
                             micro_batch_size=size,
                             recompute=recompute,
-                            pipeline_split=even_split(layers, pp * vpp) if pp * vpp <= layers else (),
                         )
-                        if pp * vpp <= layers and not check(replace(cfg, mesh=MeshesConfig(actor=mesh))):
+                        if pp * vpp > layers:
+                            continue
+                        mesh = _with_split(cfg, mesh, assumptions)
+                        if not check(replace(cfg, mesh=MeshesConfig(actor=mesh))):
                             yield mesh
+
+
+def _with_split(cfg: RunConfig, mesh: MeshConfig, told: Assumptions) -> MeshConfig:
+    """The mesh with the optimal pipeline_split, where layer times are known."""
+    actor = next(r for r in roles_of(replace(cfg, mesh=MeshesConfig(actor=mesh))) if r.name == "actor")
+    better = best_split(cfg, actor.size, mesh, told)
+    return mesh if better is None else replace(mesh, pipeline_split=better[0])
 
 
 def _divisors(value: int, limit: int) -> list[int]:

@@ -26,7 +26,8 @@ def _role(role: RolePlan) -> list[str]:
     mesh = role.mesh
     lines = [
         f"{role.name} ({role.phase}): tp {mesh.tp} dp {mesh.dp} pp {mesh.pp} vpp {mesh.vpp}, layers "
-        f"{_layers(role.chunks)}, {_memory(role)}",
+        f"{_layers(role.chunks)}",
+        f"  memory {_memory(role)}",
         f"  time {_ms(role.step_us)} = compute {_ms(role.compute_us)} + bubble {_ms(role.bubble_us)} + "
         f"communication {_ms(role.comm_us)}" + (f", MFU {100 * role.mfu:.1f} %" if role.mfu else ""),
     ]
@@ -46,10 +47,23 @@ def _role(role: RolePlan) -> list[str]:
     ]
     if len(rows) > 1:
         lines += _columns(rows)
+    carried = _bytes_by_tier(role)
+    if carried:
+        shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in carried.items())
+        lines.append(f"  GiB a rank sends a step over: {shown}")
     if role.calls:
         head = ("call", "axis", "collective", "MiB", "a step", "algorithm", "us", "bound us", "total ms")
         lines += _columns([head, *(_call(c) for c in role.calls)])
     return lines
+
+
+def _bytes_by_tier(role: RolePlan) -> dict[str, float]:
+    """Bytes that the busiest rank sends in a step, by tier, tiers without traffic left out."""
+    total: dict[str, float] = {}
+    for call in role.calls:
+        for tier, sent in zip(role.group(call.call.axis).tiers, call.sent_bytes):
+            total[tier.name] = total.get(tier.name, 0.0) + sent * call.call.count
+    return {name: value for name, value in total.items() if value}
 
 
 def _call(plan: CallPlan) -> tuple[str, ...]:

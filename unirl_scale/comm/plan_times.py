@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from unirl_scale.comm.plan import Assumptions, CallPlan
-from unirl_scale.comm.plan_model import ModelSize, chunk_layers, sequence_tokens, stage_layers, stage_params
+from unirl_scale.comm.plan_model import ModelSize, chunk_layers, sequence_tokens, stage_params
+from unirl_scale.comm.plan_pipeline import cut_pipeline, slowest_chunk_us
 from unirl_scale.core.config import MeshConfig, RunConfig
 
 _OPTIMIZER_BYTES = 28.0  # reads gradient, master, two moments; writes master and moments: 7 x fp32
@@ -28,22 +30,58 @@ def communication_us(plans: Sequence[CallPlan]) -> float | None:
     return None if None in times else sum(t or 0.0 for t in times)
 
 
+def layer_times_us(
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions
+) -> tuple[tuple[float, ...], float] | None:
+    """Forward and backward of each layer, and of the output layer, for one micro-batch; measured layer times
+    where there are any, else from the peak. None = the peak is unknown."""
+    layers = size.config.num_layers
+    tokens = mesh.micro_batch_size * sequence_tokens(cfg)
+    peak = told.accelerator.peak_flop_per_s
+    scale = 0.0 if peak is None else 3e6 * tokens / mesh.tp / (peak * told.accelerator.efficiency)
+    one = scale * size.forward_flop(sequence_tokens(cfg), 1, head=False)
+    head = scale * 2.0 * size.head_matmul_params
+    if len(told.layer_us) == layers:
+        share = 2.0 * size.head_matmul_params / size.forward_flop(sequence_tokens(cfg), 1, head=False)
+        return told.layer_us, share * sum(told.layer_us) / layers
+    return None if peak is None else ((one,) * layers, head)
+
+
 def _micro_batch_us(
     cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions, passes: float
 ) -> float | None:
     """Compute of the slowest stage for one micro-batch, `passes` forward passes worth of it."""
-    layers = stage_layers(chunk_layers(size.config, mesh), mesh.pp)
-    tokens = mesh.micro_batch_size * sequence_tokens(cfg)
-    if told.layer_us and len(told.layer_us) == size.config.num_layers:
-        mean = sum(told.layer_us) / len(told.layer_us)
-        return max(layers) * mean * passes / 3
-    peak = told.accelerator.peak_flop_per_s
-    if peak is None:
+    times = layer_times_us(cfg, size, mesh, told)
+    if times is None:
         return None
-    flop = max(
-        size.forward_flop(sequence_tokens(cfg), n, head=s == mesh.pp - 1) for s, n in enumerate(layers)
-    )
-    return 1e6 * passes * flop * tokens / mesh.tp / (peak * told.accelerator.efficiency)
+    layer_us, head_us = times
+    stages = [0.0] * mesh.pp
+    start = 0
+    for chunk, count in enumerate(chunk_layers(size.config, mesh)):
+        stages[chunk % mesh.pp] += sum(layer_us[start : start + count])
+        start += count
+    stages[-1] += head_us
+    return max(stages) * passes / 3
+
+
+@lru_cache(maxsize=256)
+def _cut(layers: tuple[float, ...], chunks: int, head: float) -> tuple[int, ...]:
+    return cut_pipeline(layers, chunks, last_us=head)
+
+
+def best_split(
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions
+) -> tuple[tuple[int, ...], float] | None:
+    """The optimal pipeline_split, and the slowest chunk of the present one over that of the optimum."""
+    times = layer_times_us(cfg, size, mesh, told)
+    if times is None or mesh.pp * mesh.vpp == 1:
+        return None
+    layer_us, head_us = times
+    unit = max(layer_us)  # one cut serves every mesh whose times differ by a factor
+    relative = tuple(round(t / unit, 9) for t in layer_us)
+    counts = _cut(relative, mesh.pp * mesh.vpp, round(head_us / unit, 9))
+    now = slowest_chunk_us(chunk_layers(size.config, mesh), layer_us, last_us=head_us)
+    return counts, now / slowest_chunk_us(counts, layer_us, last_us=head_us)
 
 
 def train_time(

@@ -3,7 +3,7 @@
 from unirl_scale.comm.topology.merge import merge
 from unirl_scale.comm.topology.model import Box, Device, Level, Link, Nic, Note, RankMap, Topology
 from unirl_scale.comm.topology.native_write import write_yaml
-from unirl_scale.comm.topology.presets import MACHINES, cluster, machine, make_box
+from unirl_scale.comm.topology.presets import MACHINES, cluster, machine, make_box, spread
 from unirl_scale.comm.topology.recognise import READERS, read_topology, recognise
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "merge",
     "read_topology",
     "recognise",
+    "spread",
     "write_yaml",
 ]

@@ -74,7 +74,8 @@ def find_degraded(
     """Devices with fewer fast links than most of their peers, and why.
 
     In a switched box the widest path of a row decides, so that one dead device does not make its peers look
-    weak; in a mesh the row's sum does. Pairs for which `exempt` holds (unknown, say) count as healthy.
+    weak; in a mesh the row's sum does. Pairs for which `exempt` holds (unknown, say) count as
+    healthy. Where fewer than half of the devices agree, only one without any fast link is degraded.
     """
     size = len(paths)
     switched = fabric_of(paths) == "switch"
@@ -89,6 +90,8 @@ def find_degraded(
     counts = Counter(strengths)
     usual = max(counts, key=lambda s: (counts[s], s))
     found: dict[int, str] = {}
+    if 2 * counts[usual] < size:  # no norm to fall short of, except having links at all
+        usual = min(s for s in strengths if s)
     for i, own in enumerate(strengths):
         if own >= usual or any(exempt(k) for k in paths[i]):
             continue

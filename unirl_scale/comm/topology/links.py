@@ -45,7 +45,7 @@ def nvlink(count: int, sm: int | None = None) -> Link:
 
 def xgmi(count: int, gfx: str) -> Link:
     """`count` AMD xGMI links side by side."""
-    each = XGMI_BY_GFX.get(gfx)
+    each = XGMI_BY_GFX.get(gfx.removeprefix("gfx").split(":")[0])
     source = f"{count} xGMI links of gfx {gfx or '?'}" + ("" if each else ": rate unknown")
     return Link(kind=f"XGMI{count}", beta_gb_per_s=None if each is None else count * each, source=source)
 

@@ -207,7 +207,7 @@ class _Reader:
         for i, value in enumerate(self.items(body.get("nodes"), ("nodes",))):
             entry = self.mapping(value, ("nodes", i), "node")
             name = entry.get("box")
-            if name is not None and name not in order:
+            if name is not None and (not isinstance(name, str) or name not in order):
                 raise self.fail(
                     ("nodes", i, "box"), f"box {name!r}", f"one of {', '.join(order) or '(no boxes)'}"
                 )

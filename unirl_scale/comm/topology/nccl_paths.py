@@ -161,6 +161,27 @@ def pcie_speed(site: Site) -> tuple[float, int] | None:
     return min(hops, key=lambda h: h[0] * h[1]) if hops else None
 
 
+def note_slow_ports(
+    source: Source, devices: Sequence[Found], names: Sequence[str], nics: Sequence[Nic], notes: list[Note]
+) -> None:
+    """Report devices whose PCIe, and NICs whose line, is slower than that of most of their kind."""
+    rates: list[tuple[str, str, float]] = []
+    for name, (_, _, site) in zip(names, devices):
+        speed = pcie_speed(site)
+        if speed is not None:
+            rates.append(("device", name, speed[0] * speed[1]))
+    rates += [("NIC", n.name, n.link.beta_gb_per_s) for n in nics if n.link.beta_gb_per_s is not None]
+    for kind in ("device", "NIC"):
+        mine = [(name, rate) for k, name, rate in rates if k == kind]
+        counts = Counter(rate for _, rate in mine)
+        usual, votes = counts.most_common(1)[0] if counts else (0.0, 0)
+        for name, rate in mine:
+            if rate < usual and 2 * votes > len(mine):
+                share = f"{100 * rate / usual:.0f} % of its peers' rate"
+                what = f"{name}: {'PCIe' if kind == 'device' else 'line'} at {share}"
+                notes.append(Note(what=what, source=source.name, severity="degraded"))
+
+
 def nic_of(source: Source, pci: Element | None, net: Element | None, site: Site, notes: list[Note]) -> Nic:
     """A NIC from its <net>, or from its bare PCI entry; merged ports keep their joint speed."""
     busid = pci.attrs.get("busid", "") if pci is not None else ""

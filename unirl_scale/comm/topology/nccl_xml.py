@@ -11,7 +11,15 @@ import numpy as np
 from unirl_scale.comm.topology import boxes
 from unirl_scale.comm.topology.documents import Element, read_xml
 from unirl_scale.comm.topology.model import Box, Device, Note, RankMap, Topology, Vendor
-from unirl_scale.comm.topology.nccl_paths import Site, device_paths, nearest, nic_of, path_links, pci_kind
+from unirl_scale.comm.topology.nccl_paths import (
+    Site,
+    device_paths,
+    nearest,
+    nic_of,
+    note_slow_ports,
+    path_links,
+    pci_kind,
+)
 from unirl_scale.comm.topology.source import Source
 
 _GPU_CLASSES = ("0x0302", "0x0380", "0x1200")
@@ -124,6 +132,7 @@ def _box(source: Source, host: _Host, notes: list[Note]) -> tuple[Box, list[tupl
     notes += [
         Note(what=f"{names[i]}: {w}", source=source.name, severity="degraded") for i, w in degraded.items()
     ]
+    note_slow_ports(source, devices, names, [nic for nic, _ in nics], notes)
     found = []
     for i, (pci, part, site) in enumerate(devices):
         wired = by_name.get(part.attrs.get("net", "")) if part else None

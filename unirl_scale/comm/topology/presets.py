@@ -10,6 +10,7 @@ import numpy as np
 
 from unirl_scale.comm.topology import boxes, hostlist
 from unirl_scale.comm.topology.model import SELF, Box, Device, Level, Link, Nic, Topology, Vendor
+from unirl_scale.core.errors import PlanError
 
 
 def make_box(
@@ -80,7 +81,28 @@ def cluster(
     )
 
 
-_SHEET = "data sheet"
+def spread(topology: Topology, ranks: int, *, prefix: str = "node") -> Topology:
+    """A one-box topology repeated until its healthy devices hold `ranks` ranks; anything else unchanged.
+
+    Raises:
+        PlanError: the box has no healthy device.
+    """
+    if len(topology.boxes) != 1 or len(topology.nodes) != 1:
+        return topology
+    box = topology.boxes[0]
+    if not box.healthy:
+        raise PlanError("topology: got a box without a healthy device; must have one; hint: repair it")
+    nodes = -(-ranks // len(box.healthy))
+    many = cluster(box, nodes, prefix=prefix)
+    return replace(
+        many,
+        kind=topology.kind,
+        network=topology.network or many.network,
+        constants=topology.constants,
+        notes=topology.notes,
+    )
+
+
 NVLINK4 = Link(
     kind="NV18", alpha_us=3.4, beta_gb_per_s=450.0, source="NVLink 4, 18 x 25 GB/s; 3.4 us a ring step"
 )

@@ -214,6 +214,9 @@ def assemble(
         box_of[s] = boxes[ids]
         for position, entry in enumerate(members):
             node[entry.rank], device[entry.rank] = s, position
+    if int((np.diff(node) != 0).sum()) >= len(servers):
+        what = "ranks of different servers interleave, which HCCL does not support"
+        notes.append(Note(what=what, source=source.name, line=source.line_of("rank_id"), severity="degraded"))
     if any("*" in e.address for e in entries):
         what = "device addresses are masked with *; the table plans but cannot start a job"
         notes.append(Note(what=what, source=source.name, line=source.line_of("*")))

@@ -28,6 +28,12 @@ KV_BLOCK = 128  # rows of K and V a step of the dq pass
 
 
 @gluon.jit
+def _stat_start(start, sample):
+    """attention_dx.stat_start: the copy engine takes boxes that begin at multiples of 16 bytes only."""
+    return (start + 3) // 4 * 4 + 4 * sample
+
+
+@gluon.jit
 def _store_rows(out_ptr, values, start, first, length, heads, head, WIDTH: gl.constexpr):
     """values fp32 [64, WIDTH] -> rows first.. of this sample and head, those inside the sample only."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0])
@@ -69,6 +75,7 @@ def _load_queries(
                 v_desc, [kv_head, start + first + 64, 0], kv_full, kv_bufs.index(3)
             )
             done += 1
+            stats = _stat_start(start, sample)
             for head in range(kv_head * group, kv_head * group + group):
                 for row in range(first, length, 64):
                     slot = i % STAGES
@@ -80,10 +87,10 @@ def _load_queries(
                         do_desc, [head, start + row, 0], ready, do_bufs.index(slot)
                     )
                     tma.async_copy_global_to_shared(
-                        lse_desc, [head, start + row], ready, stat_bufs.index(2 * slot)
+                        lse_desc, [head, stats + row], ready, stat_bufs.index(2 * slot)
                     )
                     tma.async_copy_global_to_shared(
-                        delta_desc, [head, start + row], ready, stat_bufs.index(2 * slot + 1)
+                        delta_desc, [head, stats + row], ready, stat_bufs.index(2 * slot + 1)
                     )
                     i += 1
         turn += 1
@@ -286,7 +293,7 @@ def _accumulate_dq(
             first = top + HALF_INDEX * 64
             row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             col = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-            stat = head.to(gl.int64) * padded + start + row
+            stat = head.to(gl.int64) * padded + _stat_start(start, sample) + row
             lse = gl.load(lse_ptr + stat, mask=row < length, other=float("inf")).expand_dims(1)
             delta = gl.load(delta_ptr + stat, mask=row < length, other=0.0).expand_dims(1)
             dq = gl.zeros([64, WIDTH], gl.float32, d_layout)
@@ -378,9 +385,9 @@ def attention_dq_kernel(
     )  # fmt: skip
 
 
-def _stat_rows(stat: Tensor, tokens: int) -> TensorDescriptor:
+def _stat_rows(stat: Tensor) -> TensorDescriptor:
     layout = shared_layout((1, HALF), stat.dtype)
-    return TensorDescriptor(stat, [stat.shape[0], tokens], [stat.stride(0), 1], [1, HALF], layout)
+    return TensorDescriptor(stat, list(stat.shape), [stat.stride(0), 1], [1, HALF], layout)
 
 
 def attention_dx(
@@ -403,13 +410,13 @@ def attention_dx(
     dk, dv = (torch.empty(tokens, kv_heads, width, dtype=q.dtype, device=q.device) for _ in range(2))
     if spans.max_length == 0:
         return dq, dk, dv
-    delta, lse2 = row_stats(o, do, lse)
+    delta, lse2 = row_stats(o, do, lse, spans)
     samples, longest = len(spans), spans.max_length
     counters = torch.zeros(2, dtype=torch.int32, device=q.device)
     tiles = triton.cdiv(longest, BLOCK)
     attention_dkv_kernel[(min(device.programs, tiles * kv_heads * samples),)](
         heads_first(q, HALF), heads_first(do, HALF), heads_first(k, HALF), heads_first(v, HALF),
-        _stat_rows(lse2, tokens), _stat_rows(delta, tokens),
+        _stat_rows(lse2), _stat_rows(delta),
         dk, dv, counters, spans.cu_seqlens, samples, tiles, scale, scale * LOG2_E,
         kv_heads=kv_heads, group=group, STAGES=3 if width == 128 else 6,
         HEAD_BAND=head_band(kv_heads, 1, 2 * width * group, longest, device.l2_bytes),

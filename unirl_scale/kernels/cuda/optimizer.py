@@ -50,7 +50,10 @@ def block_sumsq(blocks: Tensor) -> Tensor:
     while n and (square or level.shape[1] > 1):
         width = min(level.shape[1], CHUNK)
         out = torch.empty(n, level.shape[1] // width, dtype=torch.float32, device=blocks.device)
-        chunk_tree_kernel[(out.numel(),)](level, out, SQUARE=square, CHUNK=width, num_warps=4)
+        # Fused, the first addition would take the square before it is rounded.
+        chunk_tree_kernel[(out.numel(),)](
+            level, out, SQUARE=square, CHUNK=width, num_warps=4, enable_fp_fusion=False
+        )
         level, square = out, False
     return level.reshape(n).double()
 

@@ -15,7 +15,7 @@ BLOCK_K = 64
 
 
 def copyable(*tensors: Tensor) -> bool:
-    """The copy engine takes bf16 and fp32 tensors whose base and strides are multiples of 16 bytes."""
+    """Tiles begin at multiples of 16 bytes, as the copy engine asks, when the base and all strides do."""
     return all(
         t.data_ptr() % 16 == 0
         and t.stride(-1) == 1
@@ -93,15 +93,15 @@ class Products:
         """out[l] += dy_s.T @ x_s[:, l] for each sample; dy [T, N], x [T, L, k] view, out fp32 [L, N, k]."""
         if spans.total == 0:
             return
-        leaves, _, columns = out.shape
+        leaves, rows, columns = out.shape
         fits = (
             self.device.hopper
             and dy.dtype == torch.bfloat16
             and (leaves == 1 or x.stride(1) == columns)
-            and copyable(dy, x.select(1, 0), out)
+            and copyable(dy, x, out)
         )
         if fits:
-            tile = weight_grad_tile(columns)
+            tile = weight_grad_tile(rows, columns, leaves, self.device.programs)
             hopper_gemm.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
         else:
             gemm.weight_grad(dy, x, spans, out)

@@ -51,36 +51,44 @@ def block_tree_kernel(
     tl.store(out_ptr + block * out_row + col, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["columns"])
-def sample_blocks_kernel(
-    x_ptr, out_ptr, cu_ptr, out_cu_ptr, columns, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Sums each block of ROWS rows counted from each sample's start; block sums of a sample lie at out_cu."""
-    sample, block = tl.program_id(2), tl.program_id(1)
+@triton.jit
+def _sample_rows(cu_ptr, sample, capacity, UNIT: tl.constexpr):
+    """First row and row count of a sample: its tokens, or the sums of UNIT of them at sample * capacity."""
     start = tl.load(cu_ptr + sample).to(tl.int64)
-    rows = (tl.load(cu_ptr + sample + 1).to(tl.int64) - start) - block.to(tl.int64) * ROWS
-    if rows > 0:
+    rows = tl.cdiv(tl.load(cu_ptr + sample + 1).to(tl.int64) - start, UNIT)
+    first = start if UNIT == 1 else capacity * tl.cast(sample, tl.int64)
+    return first, rows
+
+
+@triton.jit(do_not_specialize=["columns", "capacity", "out_capacity"])
+def sample_blocks_kernel(
+    x_ptr, out_ptr, cu_ptr, columns, x_row, capacity, out_capacity,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums blocks of ROWS rows counted from their sample's start, into out[sample * out_capacity + block]."""
+    sample, block = tl.program_id(2), tl.program_id(1)
+    first, rows = _sample_rows(cu_ptr, sample, capacity, UNIT)
+    if block * ROWS < rows:
         col = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
         mask = col < columns
-        first = start + block * ROWS
-        total = tree_rows(x_ptr + col, mask, first, first + rows, x_row, ROWS)
-        out_row = tl.load(out_cu_ptr + sample).to(tl.int64) + block
+        total = tree_rows(x_ptr + col, mask, first + block * ROWS, first + rows, x_row, ROWS)
+        out_row = sample.to(tl.int64) * out_capacity + block
         tl.store(out_ptr + out_row * columns + col, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["samples", "columns"])
+@triton.jit(do_not_specialize=["samples", "columns", "capacity"])
 def add_samples_kernel(
-    x_ptr, out_ptr, cu_ptr, samples, columns, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, out_ptr, cu_ptr, samples, columns, x_row, capacity,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out += tree over the sample's rows (at most ROWS), for each sample in order."""
     col = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     mask = col < columns
     total = tl.load(out_ptr + col, mask=mask, other=0.0)
     for sample in range(samples):
-        start = tl.load(cu_ptr + sample).to(tl.int64)
-        stop = tl.load(cu_ptr + sample + 1).to(tl.int64)
-        if stop > start:
-            total += tree_rows(x_ptr + col, mask, start, stop, x_row, ROWS)
+        first, rows = _sample_rows(cu_ptr, sample, capacity, UNIT)
+        if rows > 0:
+            total += tree_rows(x_ptr + col, mask, first, first + rows, x_row, ROWS)
     tl.store(out_ptr + col, total, mask=mask)
 
 
@@ -103,19 +111,18 @@ def tree_sum(leaves: Tensor) -> Tensor:
 
 def sum_tokens(x: Tensor, spans: Spans, out: Tensor) -> None:
     """out fp32 [N] += tree over each sample's rows of x [T, N], sample by sample."""
-    columns = x.shape[1]
-    while spans.max_length > BLOCK_ROWS:
-        blocks = Spans.of([triton.cdiv(n, BLOCK_ROWS) for n in spans.lengths], x.device)
-        partial = torch.empty(blocks.total, columns, dtype=torch.float32, device=x.device)
-        grid = (triton.cdiv(columns, COLUMNS), blocks.max_length, len(spans))
-        sample_blocks_kernel[grid](
-            x, partial, spans.cu_seqlens, blocks.cu_seqlens, columns, x.stride(0),
-            ROWS=BLOCK_ROWS, COLUMNS=COLUMNS,
+    columns, longest, unit, capacity = x.shape[1], spans.max_length, 1, 0
+    while longest > BLOCK_ROWS:
+        blocks = triton.cdiv(longest, BLOCK_ROWS)
+        partial = torch.empty(len(spans) * blocks, columns, dtype=torch.float32, device=x.device)
+        sample_blocks_kernel[(triton.cdiv(columns, COLUMNS), blocks, len(spans))](
+            x, partial, spans.cu_seqlens, columns, x.stride(0), capacity, blocks,
+            UNIT=unit, ROWS=BLOCK_ROWS, COLUMNS=COLUMNS,
         )  # fmt: skip
-        x, spans = partial, blocks
-    if spans.max_length:
-        rows = triton.next_power_of_2(spans.max_length)
-        width = 64  # few columns a program: this pass has no other parallelism
+        x, longest, unit, capacity = partial, blocks, unit * BLOCK_ROWS, blocks
+    if longest:
+        width = 32  # few columns a program: this pass has no other parallelism
         add_samples_kernel[(triton.cdiv(columns, width),)](
-            x, out, spans.cu_seqlens, len(spans), columns, x.stride(0), ROWS=rows, COLUMNS=width, num_warps=2
-        )
+            x, out, spans.cu_seqlens, len(spans), columns, x.stride(0), capacity,
+            UNIT=unit, ROWS=triton.next_power_of_2(longest), COLUMNS=width, num_warps=1,
+        )  # fmt: skip

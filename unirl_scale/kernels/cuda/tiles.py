@@ -12,6 +12,7 @@ from functools import lru_cache
 GEMM_ROWS = 128
 # Time of a tile relative to a 128 x 256 one, K being equal.
 _TILE_COST = {256: 1.0, 128: 0.53, 64: 0.31}
+_WEIGHT_GRAD_COST = {256: 1.0, 128: 0.515, 64: 0.3}
 SHARED_BYTES = 225 * 1024  # of a program, less barriers
 
 
@@ -59,10 +60,18 @@ def gemm_tile(rows: int, columns: int, groups: int, leaves: int, out_bytes: int,
 
 
 @lru_cache(maxsize=4096)
-def weight_grad_tile(columns: int) -> GemmTile:
-    """The running sum of a tile stays in shared memory in fp32, so it is at most 128 wide."""
-    n = 128 if columns > 64 else 64
-    return GemmTile(n=n, stages=_stages(n, GEMM_ROWS * n * 4), store=n)
+def weight_grad_tile(rows: int, columns: int, leaves: int, programs: int) -> GemmTile:
+    """The running sum of a tile stays in shared memory in fp32: half of it for the widest tile, whose
+    operands then come in shallow steps."""
+
+    def cost(n: int) -> float:
+        tiles = -(-rows // GEMM_ROWS) * -(-columns // n) * leaves
+        return -(-tiles // programs) * _WEIGHT_GRAD_COST[n]
+
+    n = min(_WEIGHT_GRAD_COST, key=cost)
+    k = 32 if n == 256 else 64
+    stages = min(8, (SHARED_BYTES - GEMM_ROWS * n * 4) // ((GEMM_ROWS + n) * k * 2))
+    return GemmTile(n=n, k=k, stages=stages, store=n)
 
 
 @lru_cache(maxsize=4096)
