@@ -167,6 +167,9 @@ def _elastic_problems(cfg: RunConfig) -> Iterator[Problem]:
         rule = f"must be at least three heartbeat_interval_s, {fewest_s:g}: one late beat is no failure"
         path, hint = "elastic.heartbeat_timeout_s", f"{fewest_s:g} or more"
         yield _problem(path, elastic.heartbeat_timeout_s, rule, hint)
+    if not (cfg.checkpoint.snapshot_every or (cfg.checkpoint.every and cfg.checkpoint.keep)):
+        rule = "needs snapshots or checkpoints: without them every loss starts the run over"
+        yield _problem("elastic.enabled", True, rule, "checkpoint.snapshot_every=1")
     if elastic.min_ranks > span:
         rule = f"must be at most the {span} ranks that the meshes span"
         yield _problem("elastic.min_ranks", elastic.min_ranks, rule, f"{span}")

@@ -12,6 +12,8 @@ from unirl_scale.launch.ranks import LOCAL_MARK
 
 # Where a rank of `run_local` writes the error that ended it.
 REPORT_FILE = "UNIRL_SCALE_REPORT"
+# Failures that a test wants, see `train/elastic/faults.py`.
+FAULTS = "UNIRL_SCALE_FAULTS"
 
 
 def current() -> dict[str, str]:
@@ -41,6 +43,12 @@ def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, s
         # A few reasoning_gym data sets iterate over sets of strings: every rank must see one order.
         "PYTHONHASHSEED": environ.get("PYTHONHASHSEED", "0"),
     }
+
+
+def elastic_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the ranks of an elastic job: torch writes a stack trace for every connection that is cut,
+    which a recovery does on purpose."""
+    return {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
 
 
 def local_rank_environment(rank: int, world_size: int, port: int, report_file: str) -> dict[str, str]:

@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unirl_scale.core.errors import CommError, ConfigError, MembershipChanged, UniRLError
+from unirl_scale.core.errors import (
+    CommError,
+    ConfigError,
+    ElasticError,
+    MembershipChanged,
+    Stopped,
+    UniRLError,
+)
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
 from unirl_scale.launch.ranks import LOCAL_MARK
@@ -31,6 +38,7 @@ class ErrorReport:
         trace: the traceback, or "" for a user's mistake, which needs none.
         status: exit status of the rank.
         follows: the error only says that another rank is gone.
+        final: the job cannot go on without this rank's error being mended.
         time_s: monotonic clock of the host when it happened: the smallest is the first.
     """
 
@@ -39,6 +47,7 @@ class ErrorReport:
     status: int
     follows: bool
     time_s: float
+    final: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorReport:
@@ -46,9 +55,10 @@ class ErrorReport:
         return cls(
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
-            status=BAD_INPUT if isinstance(error, ConfigError) else FAILED,
+            status=_status(error),
             follows=isinstance(error, CommError | MembershipChanged),
             time_s=time.monotonic(),
+            final=isinstance(error, ElasticError | Stopped),
         )
 
     @classmethod
@@ -60,6 +70,12 @@ class ErrorReport:
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, Stopped):
+        return 128 + error.signum
+    return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console) -> int:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from unirl_scale.core.check import check, world_size_of
+from unirl_scale.core.check import check, require_legal, world_size_of
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import dump, load_config, resolve
 from unirl_scale.core.problems import raise_all
+from unirl_scale.core.progress import Progress
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
 from unirl_scale.launch.console import Console
@@ -22,9 +23,13 @@ from unirl_scale.launch.local import Outcome, run_local
 from unirl_scale.launch.plugins import algorithm_problems, plugin_options
 from unirl_scale.launch.rank_process import run_as_rank, show_error
 from unirl_scale.launch.ranks import discover
+from unirl_scale.launch.stop_signals import stop_signals
+from unirl_scale.launch.supervise import Job, supervise
 from unirl_scale.train.checkpoint.names import checkpoint_dir
+from unirl_scale.train.elastic.faults import fault_observer, read_faults
 from unirl_scale.train.metrics import SilentReporter
 from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
+from unirl_scale.train.stopping import StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ def train(request: TrainRequest, console: Console) -> int:
     info = discover(environ)
     if info.launcher == "none" or (nproc is not None and info.world_size == 1):
         cfg = read_legal(request.config, request.overrides, nproc)
-        outcome = train_local(cfg, environ, overwrite=request.overwrite)
+        outcome = train_local(cfg, environ, console, overwrite=request.overwrite)
         show_outcome(outcome, console)
         return outcome.status
     if nproc is not None:
@@ -86,7 +91,7 @@ def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
 
 
 def train_local(
-    cfg: RunConfig, environ: Mapping[str, str], *, overwrite: bool, quiet: bool = False
+    cfg: RunConfig, environ: Mapping[str, str], console: Console, *, overwrite: bool, quiet: bool = False
 ) -> Outcome:
     """Run a legal, resolved configuration on fresh local ranks; its run directory is held meanwhile.
 
@@ -97,9 +102,23 @@ def train_local(
     with _claimed(cfg, run_dir, overwrite=overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
-        numeric = environment.numeric_environment(environ, cfg.hardware.threads)
+        variables = {**environ, **environment.numeric_environment(environ, cfg.hardware.threads)}
         command = [sys.executable, "-m", "unirl_scale", "train", str(run_dir.config)]
-        return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
+        ranks, elastic = world_size_of(cfg), cfg.elastic
+        if not elastic.enabled:
+            return run_local(command, ranks, variables, run_dir.logs, grace_s=elastic.grace_s, quiet=quiet)
+        job = Job(
+            command=command,
+            slots=ranks + elastic.spares,
+            environ={**variables, **environment.elastic_environment(environ)},
+            log_dir=run_dir.logs,
+            restart=elastic.restart,
+            max_restarts=elastic.max_restarts_per_step,
+            grace_s=elastic.grace_s,
+            progress=lambda: run_dir.metrics.stat().st_size if run_dir.has_steps else 0,
+            say=console.warn,
+        )
+        return supervise(job)
 
 
 def _claimed(cfg: RunConfig, run_dir: RunDir, *, overwrite: bool) -> AbstractContextManager[None]:
@@ -111,15 +130,17 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     """The work of one rank, from its configuration to the last step."""
     # The plug-ins load torch, and the variables must be there before it.
     environment.apply(environment.numeric_environment(environ, _threads(request)))
-    cfg = read_legal(request.config, request.overrides, info.world_size)
+    cfg = read_legal(request.config, request.overrides)
+    if not cfg.elastic.enabled:
+        require_legal(cfg, info.world_size, request.config)
     run_dir = RunDir(Path(cfg.run_dir))
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, environ.get(environment.FAULTS, ""))
         return
     with _claimed(cfg, run_dir, overwrite=request.overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, environ.get(environment.FAULTS, ""))
 
 
 def _threads(request: TrainRequest) -> int:
@@ -130,14 +151,21 @@ def _threads(request: TrainRequest) -> int:
         return 1
 
 
-def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console) -> None:
-    from unirl_scale.train.loop import run
-
-    if info.rank != 0:
-        run(cfg, info, SilentReporter())
-        return
+def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console, faults: str) -> None:
     from unirl_scale.train.plot import plot_run
 
     reporter = console.reporter()
-    run(cfg, info, reporter)
-    plot_run(run_dir, reporter)
+    stop = StopRequest(cfg.elastic.grace_s, at_once=cfg.checkpoint.snapshot_every > 0)
+    with stop_signals(stop):
+        if cfg.elastic.enabled:
+            from unirl_scale.train.elastic.session import run_elastic
+
+            observer = fault_observer(read_faults(faults), info.rank)
+            last_rank = run_elastic(cfg, info, reporter, stop, Progress(observers=(observer,)))
+        else:
+            from unirl_scale.train.loop import run
+
+            run(cfg, info, reporter if info.rank == 0 else SilentReporter(), stop)
+            last_rank = info.rank
+    if last_rank == 0:
+        plot_run(run_dir, reporter)

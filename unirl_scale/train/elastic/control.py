@@ -59,6 +59,7 @@ class Seen:
         regroup: why its members are asked to leave it together.
         halted: why this process must end.
         over: training is complete.
+        stopped_s, formed_s: when the last view ended and the newest one came; monotonic clock.
     """
 
     view: View | None = None
@@ -66,6 +67,8 @@ class Seen:
     regroup: str = ""
     halted: str = ""
     over: bool = False
+    stopped_s: float = 0.0
+    formed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,14 +389,14 @@ class Control(threading.Thread):
     def _stop(self, reason: str) -> None:
         """The view is over; ending collectives may take a while, so not on this thread."""
         if not self.seen.stopped:
-            self._note(stopped=reason)
+            self._note(stopped=reason, stopped_s=time.monotonic())
             threading.Thread(target=self.settings.on_stop, args=(reason,), daemon=True).start()
 
     def _enter(self, view: View) -> None:
         if view.rank_of(self.me.uid) is not None:
             self._standing.pop(Ready, None)
         self._lost.clear()
-        self._note(view=view, stopped="", regroup="")
+        self._note(view=view, stopped="", regroup="", formed_s=time.monotonic())
         if self._watching is not None:
             self._watching.cancel()
         target = view.watched_by(self.me.uid)

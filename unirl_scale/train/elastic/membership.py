@@ -132,6 +132,11 @@ class Membership:
             raise MembershipChanged(self._control.seen.stopped)
 
     @property
+    def seen(self) -> Seen:
+        """What the control thread knows; it may change at any moment."""
+        return self._control.seen
+
+    @property
     def regroup(self) -> str:
         """Why the members are asked to leave the view together, "" when they are not. Ranks hear of it at
         different times: act on it once all agree."""

@@ -11,15 +11,21 @@ from unirl_scale.train.elastic.messages import Beat, Watch
 from unirl_scale.train.elastic.view import Member
 
 _CONNECT_S = 1.0
+_LOOKS = 10  # at the training thread in an interval
 
 
 async def send_beats(link: Link, progress: Progress, interval_s: float) -> None:
-    """Tell a watcher what this process does, until it goes away."""
+    """Tell a watcher what this process does, whenever that changes and at least every interval, until the
+    watcher goes away."""
+    said, said_s = "", 0.0
     while True:
-        computing_s = 0.0 if progress.operation else time.monotonic() - progress.since_s
-        link.send(Beat(doing=progress.describe(), computing_s=computing_s))
+        doing, now_s = progress.describe(), time.monotonic()
+        if doing != said or now_s - said_s > interval_s:
+            said, said_s = doing, now_s
+            computing_s = 0.0 if progress.operation else now_s - progress.since_s
+            link.send(Beat(doing=doing, computing_s=computing_s))
         try:
-            if await link.receive(interval_s) is None:
+            if await link.receive(interval_s / _LOOKS) is None:
                 return
         except TimeoutError:
             continue
