@@ -152,6 +152,15 @@ def test_the_survivors_of_a_loss_go_on_once_all_have_stopped() -> None:
     assert str(loss) == expected
 
 
+def test_what_a_lost_rank_was_doing_is_known_whichever_news_comes_first() -> None:
+    job = Job()
+    job.start(A, B, C)
+    job.say(C, Ready(incarnation=1, step=7, error="broken", watched=B.uid, heard="step 8, reduce"))
+    job.lose(B)
+    job.ready(A, incarnation=1, step=7)
+    assert job.view.losses[0].doing == "step 8, reduce"
+
+
 def test_a_hung_rank_is_evicted_and_killed_on_its_host() -> None:
     job = Job()
     far = member(2, host="far")

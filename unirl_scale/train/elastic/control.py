@@ -93,7 +93,7 @@ class ControlSettings:
     on_stop: Callable[[str], None]
 
 
-class Control(threading.Thread):
+class Control:
     """The control plane in one process.
 
     Args:
@@ -105,7 +105,6 @@ class Control(threading.Thread):
     def __init__(
         self, me: Member, listener: socket.socket, settings: ControlSettings, progress: Progress
     ) -> None:
-        super().__init__(name="elastic", daemon=True)
         self._listener = listener
         self.me, self.settings, self.progress = me, settings, progress
         self.seen, self.changed = Seen(), threading.Condition()
@@ -124,19 +123,23 @@ class Control(threading.Thread):
         self._standing: dict[type, Message] = {}  # said until further notice: repeated to every new hub
         self._watching: asyncio.Task[None] | None = None
 
+        self._thread = threading.Thread(target=self._run, name="elastic", daemon=True)
+
     # ---- for the training thread ----------------------------------------------------------------------
+    def start(self) -> None:
+        self._thread.start()
+
     def say(self, message: Message) -> None:
         """Tell the hub. Ready and Done are repeated to a successor of the hub."""
         self._loop.call_soon_threadsafe(self._say, message)
 
     def end(self, timeout_s: float) -> None:
         """End the thread, once what it said is sent."""
-        if self.is_alive():
-            self._loop.call_soon_threadsafe(lambda: self._start(self._wind_up()))
-            self.join(timeout_s)
+        self._loop.call_soon_threadsafe(lambda: self._start(self._wind_up()))
+        self._thread.join(timeout_s)
 
     # ---- the thread -----------------------------------------------------------------------------------
-    def run(self) -> None:
+    def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._main())
 
@@ -189,7 +192,8 @@ class Control(threading.Thread):
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
         try:
-            with contextlib.suppress(TimeoutError):
+            # Cancelled when the thread ends, which asyncio's server would report as an error.
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
                 first = await link.receive(_ANSWER_S)
                 if isinstance(first, Hello | Watch | Announce) and first.run == self.settings.run:
                     await self._answer(link, first)

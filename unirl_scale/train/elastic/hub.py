@@ -196,7 +196,7 @@ class Hub:
         seat.ready = message
         if self._gathering is not None or self.view is None:
             if self._gathering is not None and message.watched in self._gathering.losses:
-                self._record(message.watched, "", message.heard)
+                self._record(message.watched, "")
             return
         rank = self.view.rank_of(seat.member.uid)
         if rank is None:
@@ -232,6 +232,9 @@ class Hub:
         if self._gathering is None or self.view is None:
             return
         losses, member = self._gathering.losses, self._gathering.expected.pop(uid, None)
+        if not doing:
+            said = (seat.ready for seat in self._seats.values())
+            doing = next((ready.heard for ready in said if ready and ready.watched == uid), "")
         if member is not None:
             self._condemned[uid] = member
             losses[uid] = Loss(member=member, rank=self.view.rank_of(uid), doing=doing, reason=reason)

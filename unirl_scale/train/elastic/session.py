@@ -61,6 +61,7 @@ def run_elastic(
         Stopped: `stop` asked for it.
     """
     setup = prepare(cfg, rank_info)
+    gc.freeze()  # what is there now stays; a collection between views need not look at it
     progress.observers = (*progress.observers, stop.observe)
     meets_at = rank_info.master_addr
     stores = _Stores(own_address(meets_at))
@@ -147,7 +148,8 @@ class _Session:
             view, breaker = found
             self.stop.on_request = breaker.break_now
             complete, error = self._on_view(view, breaker)
-            gc.collect()  # the engines of the view that ended, before the next ones are built
+            if not complete:
+                gc.collect()  # the engines of the view that ended, before the next ones are built
         self.membership.done(_DONE_S)
         return view.rank_of(self.membership.me.uid)
 
