@@ -18,6 +18,8 @@ REPORT_FILE = "UNIRL_SCALE_REPORT"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 # A child that calls MPI_Init, or a library that looks for MPI, would take itself for this rank.
 _MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
+# Failures that a test wants, see `train/elastic/faults.py`.
+FAULTS = "UNIRL_SCALE_FAULTS"
 
 
 def current() -> dict[str, str]:
@@ -88,6 +90,12 @@ def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, s
         # A few reasoning_gym data sets iterate over sets of strings: every rank must see one order.
         "PYTHONHASHSEED": environ.get("PYTHONHASHSEED", "0"),
     }
+
+
+def elastic_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the ranks of an elastic job: torch writes a stack trace for every connection that is cut,
+    which a recovery does on purpose."""
+    return {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
 
 
 def local_rank_environment(rank: int, world_size: int, port: int, report_file: str) -> dict[str, str]:
