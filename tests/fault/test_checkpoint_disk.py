@@ -1,5 +1,5 @@
-"""A disk that is full, read-only, stopped or shared with another start: training goes on, loudly, and what was durable
-stays so. One rank in this process, with a real Checkpointer; the disks are small file systems of their own.
+"""A disk that is full, read-only, stopped or shared with another start: training goes on, loudly, and what
+was durable stays so. One rank in this process, with a real Checkpointer; the disks are small file systems.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_a_last_checkpoint_that_fails_fails_the_run_and_keeps_the_memory(tmp_pat
     run = Run(tmp_path, dir=str(disk), keep=1, snapshot_every=1)
     run.step()
     (disk / "other").write_bytes(bytes(one_save()))
-    with pytest.raises(CheckpointError, match="the last checkpoint is not durable: .* no space left"):
+    with pytest.raises(CheckpointError, match=r"the last checkpoint is not durable: .* no space left"):
         run.checkpointer.finish(run.state)
     (disk / "other").unlink()
     again = Run(tmp_path, dir=str(disk), keep=1, snapshot_every=1)
