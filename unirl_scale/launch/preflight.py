@@ -79,7 +79,7 @@ def preflight(
     """Compare the ranks; collective over the store.
 
     Args:
-        folder: a directory that all hosts share and may write; rank 0 has made it.
+        folder: a directory that all hosts share and may write; made if need be.
         now: this host's wall clock in seconds.
 
     Raises:
@@ -108,6 +108,7 @@ def _answer(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Calla
 
 
 def _judge(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Callable[[], float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     marks = Path(tempfile.mkdtemp(prefix=".preflight-", dir=folder))
     try:
         store.set("folder", marks.name)
@@ -199,7 +200,7 @@ def _leave_mark(marks: Path, rank: int) -> list[str]:
         reason = (error.strerror or type(error).__name__).lower()
         return [
             f"got {marks.parent}; must be the directory of rank 0 and writable ({reason}); "
-            "hint: a run_dir on a file system that all hosts share"
+            "hint: a run_dir or checkpoint.dir on a file system that all hosts share"
         ]
     return []
 
@@ -208,7 +209,7 @@ def _unshared(marks: Path, leaders: Sequence[int], gathered: Sequence[Facts]) ->
     """Hosts that wrote a mark which does not arrive here: a directory of the same name, but their own."""
     return [
         f"{gathered[rank].host}: got {marks.parent}; rank 0 must see what is written there and does not; "
-        "hint: a run_dir on a file system that all hosts share"
+        "hint: a run_dir or checkpoint.dir on a file system that all hosts share"
         for rank in leaders
         if gathered[rank].marked and not (marks / str(rank)).exists()
     ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unirl_scale.core.errors import CommError, ConfigError, MembershipChanged, UniRLError
+from unirl_scale.core.errors import CommError, ConfigError, MembershipChanged, PlanError, UniRLError
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
 from unirl_scale.launch.ranks import LOCAL_MARK
@@ -47,7 +47,7 @@ class ErrorReport:
         return cls(
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
-            status=BAD_INPUT if isinstance(error, ConfigError) else FAILED,
+            status=BAD_INPUT if isinstance(error, ConfigError | PlanError) else FAILED,
             follows=isinstance(error, CommError | MembershipChanged),
             time_s=time.monotonic(),
         )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unirl_scale.core.check import check, world_size_of
 from unirl_scale.core.config import HardwareConfig, RunConfig
-from unirl_scale.core.errors import ConfigError
+from unirl_scale.core.errors import ConfigError, PlanError
 from unirl_scale.core.load import dump, load_config, resolve
 from unirl_scale.core.pretrained import with_pretrained
 from unirl_scale.core.problems import raise_all
@@ -29,6 +31,9 @@ from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.metrics import SilentReporter
 from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
 
+if TYPE_CHECKING:
+    from unirl_scale.comm.plan import Plan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
@@ -39,12 +44,14 @@ class TrainRequest:
         overrides: `key=value` texts over the file.
         nproc: local ranks to start; None = as many as the meshes span.
         overwrite: delete the run that is in run_dir.
+        plan: file that `unirl-scale plan --out` wrote; "" = none.
     """
 
     config: str
     overrides: Sequence[str] = ()
     nproc: int | None = None
     overwrite: bool = False
+    plan: str = ""
 
 
 def train(request: TrainRequest, console: Console) -> int:
@@ -57,7 +64,7 @@ def train(request: TrainRequest, console: Console) -> int:
     info = discover(environ, ask_mpi)
     if info.launcher == "none" or (nproc is not None and info.world_size == 1):
         cfg = read_legal(request.config, request.overrides, nproc)
-        outcome = train_local(cfg, environ, overwrite=request.overwrite)
+        outcome = train_local(cfg, environ, overwrite=request.overwrite, plan=request.plan)
         show_outcome(outcome, console)
         return outcome.status
     if nproc is not None:
@@ -89,7 +96,7 @@ def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
 
 
 def train_local(
-    cfg: RunConfig, environ: Mapping[str, str], *, overwrite: bool, quiet: bool = False
+    cfg: RunConfig, environ: Mapping[str, str], *, overwrite: bool, quiet: bool = False, plan: str = ""
 ) -> Outcome:
     """Run a legal, resolved configuration on fresh local ranks; its run directory is held meanwhile.
 
@@ -102,6 +109,7 @@ def train_local(
         write_versions(run_dir, {})
         numeric = environment.numeric_environment(environ, cfg.hardware.threads)
         command = [sys.executable, "-m", "unirl_scale", "train", str(run_dir.config)]
+        command += ["--plan", plan] if plan else []
         return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
 
 
@@ -116,16 +124,47 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     hardware = _hardware(request)
     environment.hide_mpi()
     environment.apply(environment.numeric_environment(environ, hardware.threads))
-    environment.apply(environment.device_environment(hardware.vendor, info, environ))
+    plan = _read_plan(request.plan)
+    device = int(plan.device[info.rank]) if plan is not None and info.rank < plan.world_size else None
+    environment.apply(environment.device_environment(hardware.vendor, info, environ, device))
     cfg = read_legal(request.config, request.overrides, info.world_size)
+    if plan is not None:
+        _require_planned(cfg, plan, info, environ)
     run_dir = RunDir(Path(cfg.run_dir))
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, plan)
         return
     with _claimed(cfg, run_dir, overwrite=request.overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, plan)
+
+
+def _read_plan(path: str) -> Plan | None:
+    if not path:
+        return None
+    from unirl_scale.comm.plan_file import read_plan
+
+    return read_plan(path)
+
+
+def _require_planned(cfg: RunConfig, plan: Plan, info: RankInfo, environ: Mapping[str, str]) -> None:
+    """The plan is for this run, and this rank is where it says.
+
+    Raises:
+        PlanError: it is not.
+    """
+    from unirl_scale.train.planned import require_planned
+
+    require_planned(cfg, plan, info.world_size)
+    planned = plan.nodes[plan.node[info.rank]]
+    here = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    several = len(plan.nodes) > 1 and info.world_size > info.local_world_size
+    if several and here != planned and here.split(".")[0] != planned.split(".")[0]:
+        raise PlanError(
+            f"plan.placement: got rank {info.rank} on {planned}; it runs on {here}; must be the same; "
+            "hint: start the ranks with the plan's host file (unirl-scale plan --hosts)"
+        )
 
 
 def _hardware(request: TrainRequest) -> HardwareConfig:
@@ -137,16 +176,16 @@ def _hardware(request: TrainRequest) -> HardwareConfig:
     return replace(found, threads=max(1, found.threads))
 
 
-def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console) -> None:
+def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console, plan: Plan | None) -> None:
     from unirl_scale.train.loop import run
 
     meet = Meeting(cfg, info, environment.current())
     if info.rank != 0:
-        run(cfg, info, SilentReporter(), meet)
+        run(cfg, info, SilentReporter(), meet, plan)
         return
     from unirl_scale.train.plot import plot_run
 
     # Open MPI gives every rank a terminal of its own, whose output it then passes on line by line.
     reporter = console.reporter(live=info.launcher in ("local", "none"))
-    run(cfg, info, reporter, meet)
+    run(cfg, info, reporter, meet, plan)
     plot_run(run_dir, reporter)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unirl_scale.comm.groups import connect
+from unirl_scale.comm.plan import Plan
 from unirl_scale.core.config import ModelConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
@@ -26,6 +27,7 @@ from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import MetricsWriter, Reporter, cut_after
+from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.roles import DTYPES, Roles
 from unirl_scale.train.rundir import RunDir, write_versions
 from unirl_scale.train.stage import StageRunner
@@ -41,12 +43,15 @@ Meet = Callable[[Mapping[str, str]], "Store | None"]
 it is not, and returns the store to build groups on; None for a world of one."""
 
 
-def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, meet: Meet) -> TrainState:
+def run(
+    cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, meet: Meet, plan: Plan | None = None
+) -> TrainState:
     """Train a resolved, legal configuration as one rank of the job.
 
     Args:
         reporter: what rank 0 tells the user; silent on other ranks.
         meet: called once, when this rank is ready for the others.
+        plan: says how the ordered sums run; None = flat.
 
     Raises:
         ConfigError: the ranks do not agree; on rank 0.
@@ -68,7 +73,7 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, meet: Meet) -> 
     rank, world_size, backend = rank_info.rank, rank_info.world_size, BACKENDS[cfg.hardware.vendor]
     joined = connect(rank, world_size, backend, store=store, timeout=_TIMEOUT, device=device)
     with joined as factory, torch.no_grad():
-        roles = Roles(cfg, factory, ops, device)
+        roles = Roles(cfg, factory, ops, device, planned_reductions(plan) if plan else None)
         session = open_session(cfg, factory.world, rank_info)
         restored = restore(cfg, session, roles, factory.world, task.fingerprint())
         state = restored.state if restored else TrainState()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from unirl_scale.core.config import MeshConfig, ModelConfig, RunConfig, StageCon
 from unirl_scale.core.mesh import Mesh
 from unirl_scale.kernels.table import OpTable
 from unirl_scale.parallel.block import Rope
-from unirl_scale.parallel.build import RoleGroups, build_context
+from unirl_scale.parallel.build import Reductions, RoleGroups, build_context
 from unirl_scale.parallel.chunk import Chunk, Head, chunk_ranges
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.decode import Decoder
@@ -60,12 +60,21 @@ class Roles:
 
     Args:
         cfg: a resolved configuration: every role's model and mesh is given.
+        planned: role -> axis -> how its ordered sums run; what is left out runs flat.
     """
 
-    def __init__(self, cfg: RunConfig, factory: GroupFactory, ops: OpTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        factory: GroupFactory,
+        ops: OpTable,
+        device: torch.device,
+        planned: Mapping[str, Mapping[str, Reductions]] | None = None,
+    ) -> None:
         assert cfg.model.critic and cfg.mesh.critic and cfg.mesh.reference and cfg.mesh.rollout
         self.cfg, self.ops, self.device = cfg, ops, device
         self.world, self.dtype = factory.world, DTYPES[cfg.precision]
+        self._planned = planned or {}
         self._mesh_cfgs = {
             "actor": cfg.mesh.actor,
             "critic": cfg.mesh.critic,
@@ -87,7 +96,10 @@ class Roles:
     # ---- building ---------------------------------------------------------------------------------
     def _context(self, name: str) -> ParallelContext | None:
         mesh: MeshConfig = self._mesh_cfgs[name]
-        return build_context(self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device)
+        planned = self._planned.get(name)
+        return build_context(
+            self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device, planned
+        )
 
     def _role(self, name: str, model: ModelConfig, head: Head, *, trainable: bool) -> Role:
         mesh, invariance = self.meshes[name], self.cfg.invariance
