@@ -1,6 +1,5 @@
 """A disk that is full, read-only, stopped or shared with another start: training goes on, loudly, and what
-was durable stays so. One rank in this process, with a real Checkpointer; the disks are small file systems of
-their own.
+was durable stays so. One rank in this process, with a real Checkpointer; the disks are small file systems.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A rank is killed at each labelled point of a save; the next start lands on a whole save, and ends with the
-same bits.
+"""A rank is killed at each labelled point of a save; the next start lands on a whole one, to the bit.
 
-Each start is another layout. Not covered here: a rank that is killed in training itself, which ends the save
-with it.
+Each start is another layout. Not covered here: a rank that is killed in training itself.
 """
 
 from __future__ import annotations

@@ -173,6 +173,8 @@ class ModelsConfig:
 
     actor: ModelConfig = field(default_factory=ModelConfig)
     critic: ModelConfig | None = None  # None = the actor's shape
+    actor_path: str = ""  # Hugging Face directory to start from; an actor that is left out takes its sizes
+    critic_path: str = ""  # the same; without a value head there, that one starts fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unirl-scale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_train, _launch, _plan, _probe, _compare, _verify, _config):
+    for add in (_train, _launch, _plan, _probe, _compare, _verify, _checkpoint, _config):
         add(commands)
     return parser
 
@@ -61,7 +61,7 @@ def _train(commands: _Commands) -> None:
         help="local ranks to start (default: as many as the meshes span)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="delete the run that run_dir holds; by default it is refused"
+        "--overwrite", action="store_true", help="delete the run in run_dir; by default it is continued"
     )
     parser.add_argument(
         "--plan",
@@ -252,6 +252,27 @@ def _verify(commands: _Commands) -> None:
     add("--seed", type=int, default=0, metavar="S", help="which layouts are drawn (default 0)")
     add("--max-ranks", type=_positive, default=4, metavar="N", help="most ranks of a layout (default 4)")
     add("--steps", type=_positive, default=3, metavar="N", help="steps of each stage (default 3)")
+
+
+def _checkpoint(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, verify or export checkpoints",
+        description="Look at the durable checkpoints of a run.",
+        epilog=_STATUS,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    path_help = "run directory, its directory of checkpoints, or one checkpoint"
+    listing = actions.add_parser("ls", help="one line a checkpoint, newest first", epilog=_STATUS)
+    listing.add_argument("path", metavar="PATH", help=path_help)
+    checking = actions.add_parser("verify", help="read every byte and compare checksums", epilog=_STATUS)
+    checking.add_argument("path", metavar="PATH", help=path_help)
+    exporting = actions.add_parser("export", help="write a Hugging Face directory", epilog=_STATUS)
+    exporting.add_argument("path", metavar="PATH", help=f"{path_help}; of several, the newest sound one")
+    exporting.add_argument("out", metavar="OUT", help="directory to make")
+    roles, dtypes = ("actor", "critic", "reference"), ("float32", "bfloat16", "float16")
+    exporting.add_argument("--role", choices=roles, default="actor", help="default actor")
+    exporting.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
 
 
 def _config(commands: _Commands) -> None:

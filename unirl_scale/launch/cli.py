@@ -58,9 +58,24 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             return compare(args.run_a, args.run_b, console)
         case "verify":
             return verify(_verify_request(args), console)
+        case "checkpoint":
+            return _checkpoint(args, console)
         case _:
             console.text(dump(read_legal(args.config, args.overrides)))
             return 0
+
+
+def _checkpoint(args: argparse.Namespace, console: Console) -> int:
+    # Reading checkpoints needs torch, which takes seconds to load; other commands do without.
+    from unirl_scale.launch import checkpoints
+
+    match args.action:
+        case "ls":
+            return checkpoints.list_saves(args.path, console)
+        case "verify":
+            return checkpoints.verify_saves(args.path, console)
+        case _:
+            return checkpoints.export_save(args.path, args.out, args.role, args.dtype, console)
 
 
 def _run_plan(args: argparse.Namespace, console: Console) -> int:

@@ -16,6 +16,7 @@ from unirl_scale.core.check import check, require_legal, world_size_of
 from unirl_scale.core.config import HardwareConfig, RunConfig
 from unirl_scale.core.errors import ConfigError, PlanError
 from unirl_scale.core.load import dump, load_config, resolve
+from unirl_scale.core.pretrained import with_pretrained
 from unirl_scale.core.problems import raise_all
 from unirl_scale.core.progress import Progress
 from unirl_scale.core.ranks import RankInfo
@@ -85,7 +86,7 @@ def read_legal(config: str, overrides: Sequence[str], world_size: int | None = N
     Raises:
         ConfigError: all violations at once.
     """
-    asked = load_config(config, overrides, plugin_options())
+    asked = with_pretrained(load_config(config, overrides, plugin_options()))
     raise_all([*check(asked, world_size), *algorithm_problems(asked)], config)
     return resolve(asked)
 

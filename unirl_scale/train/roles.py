@@ -22,6 +22,7 @@ from unirl_scale.parallel.reshard import Holding, Reshard
 from unirl_scale.parallel.samples import Sample
 from unirl_scale.parallel.spec import parameter_specs
 from unirl_scale.train.exchange import replicate, slot_owners
+from unirl_scale.train.pretrained import begin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -87,7 +88,7 @@ class Roles:
         self.inv_temperature = 1.0 / temperature if temperature > 0 else 1.0
         self.actor = self._role("actor", cfg.model.actor, "lm", trainable=True)
         if self.actor.engine is not None:
-            self.actor.engine.initialise(cfg.seed)
+            begin(self.actor.engine, cfg.model.actor_path, cfg.seed)
         self.critic: Role | None = None
         self.reference: Role | None = None
         self.decoder, self._to_rollout = self._rollout()
@@ -123,7 +124,7 @@ class Roles:
             assert self.cfg.model.critic is not None
             self.critic = self._role("critic", self.cfg.model.critic, "value", trainable=True)
             if self.critic.engine is not None:
-                self.critic.engine.initialise(self.cfg.seed + 1)
+                begin(self.critic.engine, self.cfg.model.critic_path, self.cfg.seed + 1)
         self.reference = None
         if reference:
             role = self._role("reference", self.cfg.model.actor, "lm", trainable=False)

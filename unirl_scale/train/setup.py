@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
+from unirl_scale.core.config import ModelConfig, RunConfig, StageConfig
+from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.kernels.table import OpTable
@@ -63,13 +64,23 @@ def build_algorithm(stage: StageConfig) -> Algorithm:
 
 
 def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
-    """`vocab_size: 0` takes the tokenizer's."""
+    """`vocab_size: 0` takes the tokenizer's.
+
+    Raises:
+        ConfigError: a vocabulary that is smaller than the tokenizer's.
+    """
 
     def sized(model: ModelConfig) -> ModelConfig:
         return model if model.vocab_size else replace(model, vocab_size=size)
 
     critic = cfg.model.critic
-    models = ModelsConfig(actor=sized(cfg.model.actor), critic=sized(critic) if critic else None)
+    models = replace(cfg.model, actor=sized(cfg.model.actor), critic=sized(critic) if critic else None)
+    for name, model in (("actor", models.actor), ("critic", models.critic)):
+        if model is not None and model.vocab_size < size:
+            raise ConfigError(
+                f"model.{name}.vocab_size: got {model.vocab_size}; must hold the tokenizer's {size} tokens; "
+                f"hint: {size}, or 0 to take the tokenizer's"
+            )
     return replace(cfg, model=models)
 
 
