@@ -16,6 +16,7 @@ from pathlib import Path
 from unirl_scale.core.errors import CommError, ConfigError, MembershipChanged, PlanError, UniRLError
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
+from unirl_scale.launch.preflight import Refused
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +49,7 @@ class ErrorReport:
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
             status=BAD_INPUT if isinstance(error, ConfigError | PlanError) else FAILED,
-            follows=isinstance(error, CommError | MembershipChanged),
+            follows=isinstance(error, CommError | MembershipChanged | Refused),
             time_s=time.monotonic(),
         )
 
