@@ -84,7 +84,11 @@ class FakeSlurm:
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         script = self.folder / "job.sh"
-        script.write_text(unirl(self.folder, "launch", "run.yaml", "--scheduler", "slurm", *args, "--render"))
+        script.write_text(
+            unirl(
+                self.folder, "launch", "run.yaml", "--scheduler", "slurm", "--pause", "0", *args, "--render"
+            )
+        )
         paths = f"{self.folder}/tools{os.pathsep}{os.environ['PATH']}"
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]"}
         return subprocess.Popen(

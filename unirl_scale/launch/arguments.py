@@ -87,6 +87,13 @@ def _launch(commands: _Commands) -> None:
     add("--render", action="store_true", help="print the script and do nothing")
     add("--restarts", type=_natural, default=3, metavar="N", help="attempts after the first (default 3)")
     add(
+        "--pause",
+        type=_natural,
+        default=15,
+        metavar="S",
+        help="seconds before the second attempt, doubled for each further one (default 15)",
+    )
+    add(
         "--min-nodes",
         type=_positive,
         default=0,

@@ -142,6 +142,7 @@ def _launch_request(args: argparse.Namespace) -> LaunchRequest:
         ranks_per_node=args.ranks_per_node,
         min_nodes=args.min_nodes,
         restarts=args.restarts,
+        pause_s=args.pause,
         name=args.name,
         python=args.python,
         topology=tuple(args.topology),

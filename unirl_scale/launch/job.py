@@ -30,6 +30,8 @@ class Job:
         vendor: "cpu", "cuda" or "npu".
         environment: exported to every rank, with reasons.
         restarts: attempts after the first.
+        pause_s: before the second attempt, twice as long before each further one: schedulers notice a lost
+            node late.
         planner: command that plans the job on nodes whose names are in the file that is put behind it; () =
             nodes in the scheduler's order.
     """
@@ -43,6 +45,7 @@ class Job:
     vendor: str = "cpu"
     environment: Environment = field(default_factory=lambda: Environment(variables={}, reasons={}))
     restarts: int = 0
+    pause_s: int = 15
     planner: tuple[str, ...] = ()
 
     @property

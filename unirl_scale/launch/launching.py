@@ -34,7 +34,7 @@ class LaunchRequest:
         scheduler: who starts the ranks.
         nodes, ranks_per_node: where; their product is the configuration's world. ranks_per_node 0 = that.
         min_nodes: nodes on which the run goes on when others fail; 0 = all.
-        restarts: attempts after the first.
+        restarts, pause_s: attempts after the first, and seconds before the second.
         name: of the job; "" = the configuration file's.
         python: interpreter on the nodes.
         topology: files of the machine; () = none.
@@ -49,6 +49,7 @@ class LaunchRequest:
     ranks_per_node: int = 0
     min_nodes: int = 0
     restarts: int = 3
+    pause_s: int = 15
     name: str = ""
     python: str = sys.executable
     topology: tuple[str, ...] = ()
@@ -123,6 +124,7 @@ def make_job(request: LaunchRequest, environ: Mapping[str, str]) -> Job:
             collective_environment(cfg, request.nodes, per_node, request.topology, environ, request.product),
         ),
         restarts=request.restarts,
+        pause_s=request.pause_s,
         planner=_planner(request, per_node),
     )
 

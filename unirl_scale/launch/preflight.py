@@ -34,6 +34,10 @@ _RANKS_SHOWN = 8
 _SEEN = timedelta(seconds=10)
 
 
+class Refused(ConfigError):  # noqa: N818 - it names an outcome
+    """Rank 0 found that the job cannot start, and says why; this rank only follows."""
+
+
 class Store(Protocol):
     """The part of torch's Store that is used here; `get` and `multi_get` wait for the keys."""
 
@@ -84,7 +88,8 @@ def preflight(
 
     Raises:
         ConfigError: on rank 0, with one line for each host that fails.
-        CommError: on the other ranks when rank 0 refused; on rank 0 when ranks are missing.
+        Refused: on the other ranks then.
+        CommError: ranks are missing.
     """
     if info.rank == 0:
         _judge(store, info, facts, folder, now)
@@ -104,7 +109,7 @@ def _answer(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Calla
     verdict = store.get("verdict")
     store.set(f"seen/{info.rank}", "")
     if verdict != b"ok":
-        raise CommError("pre-flight: rank 0 refused to start; its message names the hosts")
+        raise Refused("pre-flight: rank 0 refused to start; its message names the hosts")
 
 
 def _judge(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Callable[[], float]) -> None:
@@ -164,7 +169,7 @@ def _differences(gathered: Sequence[Facts]) -> list[str]:
             for name in sorted({*first.equal, *other.equal}):
                 mine, here = first.equal.get(name, "none"), other.equal.get(name, "none")
                 if mine != here:
-                    found[name] = f"{name} {here} where rank 0 has {mine}"
+                    found.setdefault(name, f"{name} {here} where rank 0 has {mine}")
     return [
         f"{host}: got {'; '.join(found.values())}; must be equal; "
         f"hint: {_HINTS.get(next(iter(found)), 'one software environment for all hosts')}"

@@ -24,6 +24,7 @@ from unirl_scale.core.errors import (
 )
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
+from unirl_scale.launch.preflight import Refused
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +59,7 @@ class ErrorReport:
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
             status=_status(error),
-            follows=isinstance(error, CommError | MembershipChanged),
+            follows=isinstance(error, CommError | MembershipChanged | Refused),
             time_s=time.monotonic(),
             final=isinstance(error, ElasticError | Stopped),
         )

@@ -69,6 +69,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         place=_PLACE_PLANNED if job.planner else _PLACE_IN_ORDER.format(ranks_per_node=job.ranks_per_node),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
+        pause_s=job.pause_s,
         cpus_per_rank=options.cpus_per_rank,
         cases=layout_cases(job.layouts),
         most=job.nodes,
@@ -173,6 +174,7 @@ ${exports}
 
 ${command}
 readonly logs=${logs} restarts=${restarts}
+pause=${pause_s}
 
 say() { printf '%s launch: %s\n' "$$(date +%FT%T)" "$$*"; }
 
@@ -221,6 +223,11 @@ run_ranks() { # one attempt; sets status
 
 status=1
 for ((attempt = 0; attempt <= restarts; attempt++)); do
+  if ((attempt)); then # a lost node is noticed late
+    sleep "$$pause" &
+    wait "$$!"
+    pause=$$((2 * pause))
+  fi
   [[ -z $$ending ]] || break
   mapfile -t live < <(live_nodes)
   if ! layout "$${#live[@]}"; then
