@@ -150,7 +150,7 @@ class _Ranks:
 
     def _schedule(self, rank: LocalRank, *, at_once: bool) -> None:
         slot, report = rank.rank, rank.report
-        why = report.message.splitlines()[0] if report is not None else rank.ending()
+        why = report.message.splitlines()[0] if report is not None else rank.ending().partition(";")[0]
         if not self._job.restart:
             self._start_at_s[slot] = float("inf")
             self._job.say(f"rank in slot {slot} is lost and not started again: {why}")

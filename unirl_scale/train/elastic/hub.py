@@ -315,7 +315,7 @@ class Hub:
             step=step,
             attempts=attempts,
             losses=tuple(gathering.losses.values()),
-            reason=gathering.reason,
+            reason=_lost(gathering) or gathering.reason,
         )
         self._gathering = None
         for member in ranked:
@@ -364,3 +364,9 @@ class Hub:
 
     def _send(self, uid: str, message: Message) -> None:
         self._outbox.append((uid, message))
+
+
+def _lost(gathering: _Gathering) -> str:
+    """`rank 1, rank 2 lost`; "" when nobody was."""
+    ranks = ", ".join(f"rank {loss.rank}" for loss in gathering.losses.values())
+    return f"{ranks} lost" if ranks else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from unirl_scale.comm.breaker import Breaker
-from unirl_scale.core.errors import ElasticError, MembershipChanged
+from unirl_scale.core.errors import ElasticError, MembershipChanged, StopRequested
 from unirl_scale.core.progress import Progress
 from unirl_scale.train.elastic.control import Control, ControlSettings, Seen
 from unirl_scale.train.elastic.directory import Directory
@@ -82,6 +82,7 @@ class Membership:
             on_stop=self._break,
         )
         self._control = Control(self.me, listener, settings, progress)
+        self._interrupted = ""
         self._incarnation = 0  # of the view that this process trains on
         self._control.start()
 
@@ -108,10 +109,15 @@ class Membership:
 
         Raises:
             ElasticError: the job cannot go on, or not with this process.
+            StopRequested: `interrupt` was called.
         """
         self.progress.enter("regroup")
         self._control.say(Ready(incarnation=self._incarnation, step=step, error=error))
-        seen = self._wait(lambda seen: seen.over or bool(seen.halted) or self._has_rank(seen))
+        seen = self._wait(
+            lambda seen: seen.over or bool(seen.halted or self._interrupted) or self._has_rank(seen)
+        )
+        if self._interrupted:
+            raise StopRequested(self._interrupted)
         if seen.halted:
             raise ElasticError(seen.halted)
         if seen.over:
@@ -120,8 +126,9 @@ class Membership:
         port = seen.view.store.rpartition(":")[2]
         self._breaker = Breaker(int(port) if port else None)
         self._incarnation = seen.view.incarnation
-        if self._control.seen.stopped:  # over already
-            self._breaker.break_now(self._control.seen.stopped)
+        over = self._control.seen.stopped or self._interrupted  # while this thread woke up
+        if over:
+            self._breaker.break_now(over)
         return seen.view, self._breaker
 
     def check(self) -> None:
@@ -141,6 +148,13 @@ class Membership:
         """Why the members are asked to leave the view together, "" when they are not. Ranks hear of it at
         different times: act on it once all agree."""
         return self._control.seen.regroup
+
+    def interrupt(self, reason: str) -> None:
+        """End the collectives of this process, or its wait for a view; called from another thread."""
+        with self._control.changed:
+            self._interrupted = reason
+            self._control.changed.notify_all()
+        self._breaker.break_now(reason)
 
     def leave(self) -> None:
         """Go in peace; the others go on."""

@@ -79,6 +79,7 @@ def run_elastic(
     )
     rules = hub_rules(setup.cfg, directory, stores)
     with Membership(seat, pace, rules, directory, progress) as membership:
+        stop.on_request = membership.interrupt
         session = _Session(setup, rank_info, reporter, stop, membership)
         try:
             return session.run()
@@ -146,7 +147,6 @@ class _Session:
             if found is None:
                 return None
             view, breaker = found
-            self.stop.on_request = breaker.break_now
             complete, error = self._on_view(view, breaker)
             if not complete:
                 gc.collect()  # the engines of the view that ended, before the next ones are built
