@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unirl_scale.core.errors import ShapeError
 from unirl_scale.kernels import reference_attention
+from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
 from unirl_scale.kernels.table import Nodes
 
@@ -209,9 +210,16 @@ class ReferenceOps:
         return reference_attention.backward(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        return reference_attention.decode(q, k_cache, v_cache, lengths, scale)
+        check_pages(q, k_pages, v_pages, block_table, lengths, reference_attention.TILE)
+        return reference_attention.decode(q, k_pages, v_pages, block_table, lengths, scale)
 
     # ---- vocabulary -------------------------------------------------------------------------------
     def vocab_stats(

@@ -110,10 +110,30 @@ class OpTable(Protocol):
         ...
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        """One new token a sample. q [B, h, d], caches [B, S, hk, d] holding the new token's k and v at
-        lengths - 1; lengths int64 [B] -> [B, h, d]; the bits of `attention`'s row at that position."""
+        """One new token a sample against a paged cache; the bits of `attention`'s row at that position.
+
+        Args:
+            q: [B, h, d] dt.
+            k_pages, v_pages: [P, page, hk, d] dt; hold the new token's k and v already. `page` is a multiple
+                or a divisor of the table's KV tile.
+            block_table: int32 [B, N]; position p of sample b is row p % page of page block_table[b, p //
+                page]. Entries and rows at or past a sample's length are never read.
+            lengths: int64 [B], positions of each sample, the new one included; at least 1.
+
+        Returns:
+            [B, h, d] dt.
+
+        Raises:
+            ShapeError: also for a page size that cuts a tile.
+        """
         ...
 
     # ---- vocabulary -------------------------------------------------------------------------------

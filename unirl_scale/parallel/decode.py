@@ -1,22 +1,28 @@
-"""Decoder: the actor with a key-value cache, on its own mesh. The layers, heads and kernels are those of
-training.
+"""Decoder: the actor with a paged key-value cache, on its own mesh. The layers, heads and kernels are those
+of training.
 
 Every op is row-invariant and attention walks the same key tiles from position 0, so the log-probability
-recorded when a token is sampled equals, bit for bit, the one the training forward computes for it later.
+recorded when a token is sampled equals, bit for bit, the one the training forward computes for it later: for
+every batch, page size, shared prompt and preemption.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from unirl_scale.kernels.spans import Spans
+from unirl_scale.core.config import RolloutConfig
 from unirl_scale.parallel.chunk import Chunk
-from unirl_scale.parallel.ends import LmHead
-from unirl_scale.parallel.sampling import SamplingOptions, choose
+from unirl_scale.parallel.decode_step import DecodeStep, rows_array
+from unirl_scale.parallel.kv_cache import KvCache, PageAllocator
+from unirl_scale.parallel.sampling import SamplingOptions
+from unirl_scale.parallel.scheduler import Plan, Request, Scheduler, pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class Response:
 
     Attributes:
         tokens: sampled ids, the end or stop token included.
-        logprobs: fp32 [len(tokens)] under the temperature, before top-k and top-p; empty when greedy.
+        logprobs: fp32 [len(tokens)] under the temperature, before top-k and top-p; zeros when greedy.
         truncated: reached the maximum length without an end.
     """
 
@@ -35,131 +41,195 @@ class Response:
 
 
 class Decoder:
-    """Generates with one chunk that holds the whole depth of the model (rollout meshes have pp = 1)."""
+    """Generates with one chunk that holds the whole depth of the model (rollout meshes have pp = 1).
 
-    def __init__(self, chunk: Chunk, max_tokens: int) -> None:
-        assert chunk.layers.first and chunk.layers.last and isinstance(chunk.head, LmHead)
-        self.chunk, self.ctx, self.model = chunk, chunk.ctx, chunk.model
-        self.head = chunk.head
-        self.max_tokens = max_tokens
+    Args:
+        rollout: sizes of cache, batch and prefill.
+
+    Attributes:
+        lag: steps that are launched before the host reads the tokens of an earlier one. With one, the host's
+            work hides behind the device's, and a sequence that met its stop runs one step for nothing.
+    """
+
+    def __init__(self, chunk: Chunk, rollout: RolloutConfig) -> None:
+        self.chunk, self.ctx, self.rollout = chunk, chunk.ctx, rollout
+        self.lag = 0 if chunk.ctx.device.type == "cpu" else 1
+        self._step: DecodeStep | None = None
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        uniforms: Tensor,
+        uniforms: NDArray[np.float64],
         options: SamplingOptions,
         stops: Sequence[tuple[int, ...]],
         max_new: int,
     ) -> list[Response]:
-        """Decode a batch to the end.
+        """Answer every prompt. Collective over the tp group.
 
         Args:
-            prompts: token ids, at least one each.
-            uniforms: fp64 [B, max_new], one number a (sample, position).
+            prompts: token ids, at least one each. Equal ones run through the model once.
+            uniforms: [B, max_new], one number a (sample, position).
             stops: token sequences that end a response.
             max_new: most tokens of a response.
         """
         if not prompts:
             return []
-        batch = _Batch(prompts, stops, max_new)
-        uniforms = uniforms.to(self.ctx.device)
-        caches, hidden = self._prefill(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.ctx.device)
-        for position in range(max_new):
-            tokens, logprobs = self._sample(
-                hidden, uniforms[batch.rows_tensor(self.ctx.device), position], options
+        groups: dict[tuple[int, ...], int] = {}
+        requests = [
+            Request(number, tokens, groups.setdefault(tokens, len(groups)), max_new)
+            for number, tokens in enumerate(map(tuple, prompts))
+        ]
+        step = self._sized(requests)
+        call = _Call(step, self._scheduler(requests), uniforms, options, Stops(stops))
+        call.run(self.lag)
+        return call.responses(requests)
+
+    # ---- sizes ------------------------------------------------------------------------------------
+    def _scheduler(self, requests: Sequence[Request]) -> Scheduler:
+        """Pages are counted out anew for each call: nothing of an earlier one is used again."""
+        return Scheduler(
+            requests,
+            PageAllocator(self._pages(requests)),
+            page_size=self.rollout.page_size,
+            max_running=self._running(requests),
+            prefill_tokens=self.rollout.prefill_tokens,
+        )
+
+    def _running(self, requests: Sequence[Request]) -> int:
+        return self.rollout.batch_size or len(requests)
+
+    def _pages(self, requests: Sequence[Request]) -> int:
+        """Pages of the cache: as configured, or so many that nobody is ever preempted."""
+        size = self.rollout.page_size
+        if self.rollout.kv_cache_tokens:
+            return self.rollout.kv_cache_tokens // size
+        needs = sorted((pages_for(len(r.prompt) + r.max_new, size) for r in requests), reverse=True)
+        return sum(needs[: self._running(requests)])
+
+    def _sized(self, requests: Sequence[Request]) -> DecodeStep:
+        """Device memory for these requests: what is there already, if it is large enough."""
+        pages, step = self._pages(requests), self._step
+        if step is None or step.cache.pages < pages or step.requests < len(requests):
+            self._step = None  # frees the old cache before the new one is made
+            model, ctx = self.chunk.model, self.ctx
+            cache = KvCache(
+                layers=model.num_layers,
+                pages=pages,
+                page_size=self.rollout.page_size,
+                kv_heads=len(ctx.local_leaves) * model.num_kv_heads // ctx.leaves,
+                head_dim=model.head_dim,
+                dtype=ctx.dtype,
+                device=ctx.device,
             )
-            keep = batch.record(tokens, logprobs)
-            if not keep:
-                break
-            if position + 1 == max_new:
-                break
-            if len(keep) < tokens.numel():  # finished samples leave; rows do not depend on each other
-                index = torch.tensor(keep, device=self.ctx.device)
-                tokens, lengths = tokens[index], lengths[index]
-                caches = [(k[index], v[index]) for k, v in caches]
-            lengths = lengths + 1
-            hidden = self._decode(tokens, caches, lengths)
-        return batch.responses()
-
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Run whole prompts; returns the caches and the last hidden row of each prompt."""
-        device, chunk = self.ctx.device, self.chunk
-        spans = Spans.of([len(p) for p in prompts], device)
-        positions = torch.cat([torch.arange(n) for n in spans.lengths]).to(device)
-        ids = torch.tensor([t for p in prompts for t in p], dtype=torch.int64, device=device)
-        sample = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(spans.lengths)).to(device)
-        rope = chunk.rope.at(positions)
-        assert chunk.embedding is not None
-        x = chunk.embedding.lookup(ids)
-        heads = len(self.ctx.local_leaves) * self.model.num_kv_heads // self.ctx.leaves
-        shape = (len(prompts), self.max_tokens, heads, self.model.head_dim)
-        caches = []
-        for block in chunk.blocks:
-            x, k, v = block.prefill(x, spans, rope)
-            pair = tuple(torch.zeros(shape, dtype=self.ctx.dtype, device=device) for _ in range(2))
-            pair[0][sample, positions], pair[1][sample, positions] = k, v
-            caches.append((pair[0], pair[1]))
-        last = torch.tensor(spans.offsets[1:], device=device) - 1
-        return caches, x[last]
-
-    def _decode(self, tokens: Tensor, caches: list[tuple[Tensor, Tensor]], lengths: Tensor) -> Tensor:
-        """tokens int64 [B] at positions lengths - 1 -> hidden rows [B, H]."""
-        rope = self.chunk.rope.at(lengths - 1)
-        assert self.chunk.embedding is not None
-        x = self.chunk.embedding.lookup(tokens)
-        for block, (k_cache, v_cache) in zip(self.chunk.blocks, caches):
-            x = block.decode(x, rope, k_cache, v_cache, lengths)
-        return x
-
-    def _sample(self, hidden: Tensor, uniforms: Tensor, options: SamplingOptions) -> tuple[Tensor, Tensor]:
-        """hidden [B, H] -> (tokens int64 [B], logprobs fp32 [B]); every tp rank chooses the same."""
-        inv = 1.0 if options.temperature == 0 else self.chunk.inv_temperature
-        normed, _ = self.head.normed(hidden)
-        logits = self.head.logits(normed, inv)
-        leaves = len(self.ctx.local_leaves)
-        everyone = self.ctx.all_gather_leaves(logits.view(logits.shape[0], leaves, -1)).flatten(1)
-        real = everyone[:, : self.model.vocab_size]
-        tokens = choose(real, uniforms, options)
-        if options.temperature == 0:
-            return tokens, torch.zeros(tokens.shape[0])
-        logprobs, _, _ = self.head.score(logits, tokens)
-        return tokens, logprobs
+            step = self._step = DecodeStep(self.chunk, cache, len(requests))
+        return step
 
 
-class _Batch:
-    """Which samples are alive and what they said so far; host side."""
+class Stops:
+    """Which token sequences end a response."""
+
+    def __init__(self, stops: Sequence[tuple[int, ...]]) -> None:
+        self._single = frozenset(stop[0] for stop in stops if len(stop) == 1)
+        self._longer = [list(stop) for stop in stops if len(stop) > 1]
+
+    def end(self, said: list[int]) -> bool:
+        """Whether the last token completes a stop."""
+        return said[-1] in self._single or any(said[-len(stop) :] == stop for stop in self._longer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Tokens on their way to the host: int32 [2, B] of these requests, there once `arrived`."""
+
+    requests: list[Request]
+    sampled: Tensor
+    arrived: torch.Event | None
+
+
+class _Call:
+    """One `generate`: plan, launch, read, until all requests have ended."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], stops: Sequence[tuple[int, ...]], max_new: int
+        self,
+        step: DecodeStep,
+        scheduler: Scheduler,
+        uniforms: NDArray[np.float64],
+        options: SamplingOptions,
+        stops: Stops,
     ) -> None:
-        self.alive = list(range(len(prompts)))
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.logprobs: list[list[Tensor]] = [[] for _ in prompts]
-        self.ended = [False] * len(prompts)
-        self.stops, self.max_new = stops, max_new
+        self.step, self.scheduler, self.device = step, scheduler, step.ctx.device
+        self.uniforms, self.options, self.stops = uniforms, options, stops
+        self.logprobs = np.zeros(uniforms.shape, dtype=np.float32)
+        self.ended: set[int] = set()
 
-    def rows_tensor(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.alive, device=device)
+    def run(self, lag: int) -> None:
+        """Returns when every request has ended and all tokens have arrived."""
+        flying: deque[_Flight] = deque()
+        while True:
+            plan = self.scheduler.plan()
+            if not plan.empty:
+                flying.append(self._launch(plan))
+            elif not flying:
+                return
+            while flying and (plan.empty or len(flying) > lag):
+                self._record(flying.popleft())
 
-    def record(self, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Append one token a living sample; returns which rows go on."""
-        values = logprobs.cpu()
-        keep, alive = [], []
-        for row, (sample, token) in enumerate(zip(self.alive, tokens.tolist())):
-            said = self.tokens[sample]
-            said.append(token)
-            self.logprobs[sample].append(values[row])
-            if any(tuple(said[-len(stop) :]) == stop for stop in self.stops):
-                self.ended[sample] = True
-            else:
-                keep.append(row)
-                alive.append(sample)
-        self.alive = alive
-        return keep
+    def _launch(self, plan: Plan) -> _Flight:
+        requests, sampled = [], []
+        self.step.cache.copy(plan.copies)
+        if plan.prefills:
+            self.step.prefill(plan.prefills)
+        if plan.starts:
+            starting = [start.request for start in plan.starts]
+            hidden = [start.prefix.last_hidden for start in plan.starts]
+            noise = self._noise(starting, [start.position for start in plan.starts])
+            sampled.append(self.step.start([r.number + 1 for r in starting], hidden, noise, self.options))
+            requests += starting
+        if plan.rows:
+            advancing = [row.request for row in plan.rows]
+            numbers = [r.number for r in advancing]
+            rows = rows_array(
+                [n + 1 for n in numbers], [row.length for row in plan.rows], self.scheduler.table[numbers]
+            )
+            noise = self._noise(advancing, [row.position for row in plan.rows])
+            sampled.append(self.step.advance(self._to_device(rows), noise, self.options))
+            requests += advancing
+        return self._fetch(requests, sampled[0] if len(sampled) == 1 else torch.cat(sampled, dim=1))
 
-    def responses(self) -> list[Response]:
+    def _noise(self, requests: Sequence[Request], positions: Sequence[int]) -> Tensor:
+        return self._to_device(self.uniforms[[r.number for r in requests], positions])
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        host = torch.from_numpy(array)
+        return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
+
+    def _fetch(self, requests: list[Request], sampled: Tensor) -> _Flight:
+        if self.device.type == "cpu":
+            return _Flight(requests, sampled, None)
+        host, arrived = sampled.to("cpu", non_blocking=True), torch.Event(self.device)
+        arrived.record()
+        return _Flight(requests, host, arrived)
+
+    def _record(self, flight: _Flight) -> None:
+        """Append each token to its response; whoever met a stop leaves."""
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        tokens, bits = flight.sampled.numpy()
+        for request, token, logprob in zip(flight.requests, tokens.tolist(), bits.view(np.float32)):
+            if request.number in self.ended:
+                continue  # sampled before the host had seen the stop
+            self.logprobs[request.number, len(request.said)] = logprob
+            request.said.append(token)
+            if self.stops.end(request.said):
+                self.ended.add(request.number)
+                self.scheduler.finish(request)
+
+    def responses(self, requests: Sequence[Request]) -> list[Response]:
         return [
-            Response(tuple(t), torch.stack(lp) if lp else torch.empty(0), not ended)
-            for t, lp, ended in zip(self.tokens, self.logprobs, self.ended)
+            Response(
+                tuple(r.said),
+                torch.from_numpy(self.logprobs[r.number, : len(r.said)].copy()),
+                r.number not in self.ended,
+            )
+            for r in requests
         ]

@@ -23,6 +23,7 @@ from unirl_scale.kernels.cuda.device import Device
 from unirl_scale.kernels.cuda.gemm import REGISTER_LEAVES
 from unirl_scale.kernels.cuda.products import Products, copyable
 from unirl_scale.kernels.cuda.shapes import expect, expect_dtype, expect_fp32
+from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
 from unirl_scale.kernels.table import Nodes
 
@@ -263,24 +264,19 @@ class CudaOps:
         return attention_dx_kernels.attention_dx(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        expect(
-            q.dim() == 3
-            and k_cache.dim() == 4
-            and k_cache.shape == v_cache.shape
-            and k_cache.shape[0] == q.shape[0] == lengths.shape[0]
-            and k_cache.shape[3] == q.shape[2]
-            and q.shape[1] % k_cache.shape[2] == 0,
-            "attention_decode",
-            "q [B, h, d], caches [B, S, hk, d] with hk dividing h, lengths [B]",
-            q,
-            k_cache,
-            v_cache,
-            lengths,
-        )
-        self._expect_heads("attention_decode", q, k_cache, v_cache)
-        return attention_kernels.attention_decode(q, k_cache, v_cache, lengths, scale)
+        tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
+        check_pages(q, k_pages, v_pages, block_table, lengths, tile)
+        expect(block_table.stride(1) == 1, "attention_decode", "block_table rows are contiguous", block_table)
+        self._expect_heads("attention_decode", q, k_pages, v_pages)
+        return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
 
     def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (

@@ -1,0 +1,102 @@
+"""The device side of decoding: prompts into the cache, one step of all running sequences, sampling.
+
+Tokens stay on the device from step to step, so that a step can be launched before the host has seen the
+tokens of the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unirl_scale.kernels.spans import Spans
+from unirl_scale.parallel.chunk import Chunk
+from unirl_scale.parallel.ends import LmHead
+from unirl_scale.parallel.kv_cache import CachedRows, KvCache
+from unirl_scale.parallel.sampling import SamplingOptions, choose
+from unirl_scale.parallel.scheduler import Prefix
+
+HEAD_COLUMNS = 2  # of a row of a step: the sequence's place in `last_tokens`, its length; then its pages
+NOBODY = 0  # the place in `last_tokens` of padding rows
+
+
+class DecodeStep:
+    """One model over one cache.
+
+    Args:
+        chunk: the whole depth of the model (rollout meshes have pp = 1).
+        requests: most sequences of a call; sequence i keeps its last token at place i + 1.
+    """
+
+    def __init__(self, chunk: Chunk, cache: KvCache, requests: int) -> None:
+        assert chunk.embedding is not None and isinstance(chunk.head, LmHead)
+        self.chunk, self.ctx, self.cache, self.requests = chunk, chunk.ctx, cache, requests
+        self.embedding, self.head = chunk.embedding, chunk.head
+        self.last_tokens = torch.zeros(requests + 1, dtype=torch.int64, device=chunk.ctx.device)
+
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Run whole prefixes, packed; fills their pages and `last_hidden`."""
+        device, size = self.ctx.device, self.cache.page_size
+        spans = Spans.of([len(p.tokens) for p in prefixes], device)
+        positions = [np.arange(n) for n in spans.lengths]
+        slots = [np.asarray(p.pages)[at // size] * size + at % size for p, at in zip(prefixes, positions)]
+        ids = np.fromiter((t for p in prefixes for t in p.tokens), dtype=np.int64, count=spans.total)
+        rope = self.chunk.rope.at(torch.from_numpy(np.concatenate(positions)).to(device))
+        rows = torch.from_numpy(np.concatenate(slots)).to(device)
+        x = self.embedding.lookup(torch.from_numpy(ids).to(device))
+        for block, pages in zip(self.chunk.blocks, self.cache.layers):
+            x, k, v = block.prefill(x, spans, rope)
+            pages.write(rows, k, v)
+        last = x.index_select(0, torch.tensor(spans.offsets[1:], device=device) - 1)
+        for prefix, hidden in zip(prefixes, last):
+            prefix.last_hidden = hidden
+
+    def start(
+        self, places: Sequence[int], hidden: Sequence[Tensor], uniforms: Tensor, options: SamplingOptions
+    ) -> Tensor:
+        """The first tokens after prefixes: place and last hidden row of each. -> as `advance`."""
+        return self._sample(
+            torch.tensor(places, device=self.ctx.device), torch.stack(list(hidden)), uniforms, options
+        )
+
+    def advance(self, rows: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
+        """Feed every row's last token and sample the next.
+
+        Args:
+            rows: int32 [B, HEAD_COLUMNS + N]: place, length with the token that is fed, pages.
+            uniforms: fp64 [B].
+
+        Returns:
+            int32 [2, B]: tokens, and the bits of their fp32 log-probs.
+        """
+        places, lengths = rows[:, :HEAD_COLUMNS].long().unbind(1)
+        at = CachedRows.of(lengths, rows[:, HEAD_COLUMNS:], self.cache.page_size)
+        rope = self.chunk.rope.at(lengths - 1)
+        x = self.embedding.lookup(self.last_tokens.index_select(0, places))
+        for block, pages in zip(self.chunk.blocks, self.cache.layers):
+            x = block.decode(x, rope, pages, at)
+        return self._sample(places, x, uniforms, options)
+
+    def _sample(self, places: Tensor, hidden: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
+        """hidden [B, H]; every tp rank chooses the same tokens and keeps them."""
+        greedy = options.temperature == 0
+        normed, _ = self.head.normed(hidden)
+        logits = self.head.logits(normed, 1.0 if greedy else self.chunk.inv_temperature)
+        leaves = len(self.ctx.local_leaves)
+        everyone = self.ctx.all_gather_leaves(logits.view(logits.shape[0], leaves, -1)).flatten(1)
+        tokens = choose(everyone[:, : self.chunk.model.vocab_size], uniforms, options)
+        logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+        if not greedy:
+            logprobs, _, _ = self.head.score(logits, tokens)
+        self.last_tokens.index_copy_(0, places, tokens)
+        return torch.stack((tokens.to(torch.int32), logprobs.view(torch.int32)))
+
+
+def rows_array(places: Sequence[int], lengths: Sequence[int], table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The `rows` of a step on the host; table [B, N]."""
+    head = np.array((places, lengths), dtype=np.int32).T
+    return np.concatenate((head, table), axis=1)
