@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
+from tests.dist.engine_faults import FAULTS, Fault
 from unirl_scale.comm.groups import GroupFactory
-from unirl_scale.core.config import InvarianceConfig, MeshConfig, ModelConfig, OptimConfig
+from unirl_scale.core.config import HardwareConfig, InvarianceConfig, MeshConfig, ModelConfig, OptimConfig
 from unirl_scale.core.mesh import Mesh
+from unirl_scale.kernels.fast import FastOps
 from unirl_scale.kernels.reference import ReferenceOps
+from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.parallel.build import RoleGroups, build_context
-from unirl_scale.parallel.engine import NativeEngine
 from unirl_scale.parallel.samples import Sample
+from unirl_scale.parallel.spec import parameter_specs
 from unirl_scale.rl.interface import LossBatch
 from unirl_scale.rl.ppo import Ppo, PpoOptions
 from unirl_scale.train.learn import LearnReport, learn
@@ -41,7 +42,20 @@ class Case:
     steps: int = STEPS
     gemm: str = "blocked"
     leaf_dtype: str = "fp32"
+    mode: str = "layout"
     fault: str = ""
+    max_tokens: int = 48
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.tp * self.mesh.pp * self.mesh.dp
+
+    @property
+    def tensors(self) -> set[str]:
+        """What every step's digests must hold."""
+        names = [spec.name for spec in parameter_specs(self.model, self.leaves, self.head)]
+        kinds = ("grad", "master", "exp_avg", "exp_avg_sq")
+        return {"loss", "grad_norm"} | {f"{kind}/{name}" for kind in kinds for name in names}
 
 
 def minibatch(case: Case, step: int) -> Minibatch:
@@ -75,19 +89,37 @@ def algorithm() -> Ppo:
     return Ppo(PpoOptions(kl_loss_coef=0.05, entropy_coef=0.01))
 
 
+def op_table_of(case: Case, fault: Fault) -> ReferenceOps:
+    """`gemm: auto` takes what the self-check of a run takes."""
+    if case.mode == "off":
+        return FastOps()
+    gemm = case.gemm
+    if gemm == "auto":
+        shapes = [probe_shapes(case.model, case.leaves)]
+        gemm = op_table(HardwareConfig(), "layout", shapes, DTYPES[case.precision], torch.device("cpu")).gemm
+    return fault.ops(gemm)
+
+
 def build_role(groups: GroupFactory, case: Case) -> Role:
-    mesh = Mesh.from_config(case.mesh)
+    """The role of a case; its fault, if any, sits on rank 0."""
+    mesh, fault = Mesh.from_config(case.mesh), FAULTS[case.fault]
     context = build_context(
         RoleGroups(groups, [mesh]),
         case.mesh,
-        InvarianceConfig(model_leaves=case.leaves, data_slots=case.slots, leaf_dtype=case.leaf_dtype),
-        FAULTS.get(case.fault, ReferenceOps)(case.gemm),
+        InvarianceConfig(
+            mode=case.mode, model_leaves=case.leaves, data_slots=case.slots, leaf_dtype=case.leaf_dtype
+        ),
+        op_table_of(case, fault if groups.rank == 0 else Fault()),
         DTYPES[case.precision],
         torch.device("cpu"),
     )
     engine = None
     if context is not None:
-        engine = NativeEngine(case.model, case.mesh, context, case.head, max_tokens=48, inv_temperature=1.25)
+        make = fault.engine if groups.rank == 0 else Fault().engine
+        context = fault.context(context)
+        engine = make(
+            case.model, case.mesh, context, case.head, max_tokens=case.max_tokens, inv_temperature=1.25
+        )
         engine.initialise(7)
     return Role(
         name="actor", world=groups.world, mesh=mesh, slots=case.slots, head=case.head, engine=engine
@@ -104,39 +136,13 @@ def train_step(role: Role, case: Case, step: int) -> LearnReport:
 
 
 def run_case(groups: GroupFactory, case: Case) -> Digests:
-    """Digests of every step, equal on all ranks of a run."""
+    """Digests of every step, as this rank sees them."""
     role = build_role(groups, case)
     reports = [train_step(role, case, step) for step in range(case.steps)]
     assert all(r.result.applied and r.result.grad_norm > 0.5 for r in reports), "the clip must be active"
+    assert case.head == "value" or all(r.sums["kl_loss"] > 0 for r in reports), "the KL must not vanish"
     return [r.digests for r in reports]
 
-
-# ---- negative controls ------------------------------------------------------------------------------
-class FlippedBit(ReferenceOps):
-    """One mantissa bit of one leaf is wrong in one product."""
-
-    done = False
-
-    def row_linear_nodes(self, x: Tensor, w: Tensor, nodes: Sequence[tuple[int, int]], **kw: bool) -> Tensor:
-        out = super().row_linear_nodes(x, w, nodes, **kw)
-        if not self.done:
-            self.done = True
-            out.view(torch.int32)[0, 0, 0] ^= 1 << 12
-        return out
-
-
-class SwappedLeaves(ReferenceOps):
-    """The first two leaves change places in the tree."""
-
-    def row_linear_nodes(self, x: Tensor, w: Tensor, nodes: Sequence[tuple[int, int]], **kw: bool) -> Tensor:
-        leaves, _, k = w.shape
-        order = [1, 2, 0, *range(3, leaves)]
-        return super().row_linear_nodes(
-            x.unflatten(1, (leaves, k))[:, order].flatten(1), w[order].contiguous(), nodes, **kw
-        )
-
-
-FAULTS: dict[str, Callable[[str], ReferenceOps]] = {"flipped_bit": FlippedBit, "swapped_leaves": SwappedLeaves}
 
 MHA = ModelConfig(
     hidden_size=24,

@@ -6,12 +6,11 @@ either shows.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.paging import paged
 from unirl_scale.core.errors import ShapeError
 from unirl_scale.kernels.check import same_bits
 from unirl_scale.kernels.reference import ReferenceOps
@@ -19,23 +18,6 @@ from unirl_scale.kernels.spans import Spans
 
 LENGTHS = [1, 31, 32, 33, 64, 100, 15, 16, 17]
 PAGES = [1, 8, 16, 32, 64, 96, 128]
-NOWHERE = 10**6  # a table entry that no pool has
-
-
-def paged(x: Tensor, lengths: list[int], page: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Packed rows as pages in a random order, with spare pages between them, and the block table."""
-    counts = [-(-n // page) for n in lengths]
-    numbers = random.Random(seed).sample(range(2 * sum(counts)), sum(counts))
-    pages = torch.full((2 * sum(counts), page, *x.shape[1:]), torch.nan, dtype=x.dtype)
-    table = torch.full((len(lengths), max(counts)), NOWHERE, dtype=torch.int32)
-    start = 0
-    for b, (n, count) in enumerate(zip(lengths, counts)):
-        for i in range(count):
-            table[b, i] = numbers.pop()
-            part = x[start + i * page : min(start + (i + 1) * page, start + n)]
-            pages[table[b, i], : len(part)] = part
-        start += n
-    return pages, table
 
 
 def case(dtype: torch.dtype, lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor, Tensor, Tensor]:

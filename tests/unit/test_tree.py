@@ -20,7 +20,14 @@ MAY_PRINT = {"unirl_scale/launch/console.py"}
 MAY_READ_ENVIRON = {"unirl_scale/launch/environment.py"}
 MAY_REDUCE = {"unirl_scale/comm/fast.py"}
 # Packages of their own that the planning half of comm/ consists of, by path.
-PLANNING = ("comm/tree.py", "comm/topology/", "comm/cost", "comm/plan")
+PLANNING = (
+    "comm/tree.py",
+    "comm/topology/",
+    "comm/cost",
+    "comm/plan",
+    "comm/environment_",
+    "comm/probe.py",
+)
 
 Sources = Mapping[str, ast.Module]
 

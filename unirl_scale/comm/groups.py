@@ -297,7 +297,7 @@ class GroupFactory:
         self._built: dict[tuple[str, tuple[int, ...]], Group | None] = {("", world.ranks): world}
 
     def build_groups(
-        self, rank_lists: Iterable[Sequence[int]], channel: str = ""
+        self, rank_lists: Iterable[Sequence[int]], channel: str = "", *, host: bool = False
     ) -> dict[tuple[int, ...], Group]:
         """Create the process groups of these lists; collective over the world.
 
@@ -307,6 +307,8 @@ class GroupFactory:
         Args:
             rank_lists: global ranks, ascending in a list; repeats are allowed, lists of one rank are free.
             channel: the same list on another channel is another communicator.
+            host: over Gloo and in host memory, whatever the world's backend is; for threads that must not
+                touch the accelerator's communicators. Give such groups a channel of their own.
 
         Returns:
             Rank list -> group, for the lists that hold this rank.
@@ -322,18 +324,19 @@ class GroupFactory:
                 )
         for ranks in wanted:
             if (channel, ranks) not in self._built:
-                self._built[channel, ranks] = self._create(ranks)
+                self._built[channel, ranks] = self._create(ranks, host=host)
         mine = ((ranks, self._built[channel, ranks]) for ranks in wanted)
         return {ranks: group for ranks, group in mine if group is not None}
 
-    def _create(self, ranks: tuple[int, ...]) -> Group | None:
+    def _create(self, ranks: tuple[int, ...], *, host: bool) -> Group | None:
         handle = None
         if len(ranks) > 1:
             with failures_as_comm_errors("new_group", ranks):
-                handle = dist.new_group(list(ranks), timeout=self._timeout)
+                handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo" if host else None)
         if self.rank not in ranks:
             return None
-        group = Group(ranks=ranks, index=ranks.index(self.rank), handle=handle, device=self.world.device)
+        device = _CPU if host else self.world.device
+        group = Group(ranks=ranks, index=ranks.index(self.rank), handle=handle, device=device)
         if group.device.type != "cpu":
             # NCCL and HCCL connect at the first call, which all members must then make: make it here.
             group.barrier()

@@ -139,6 +139,21 @@ class DigestConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept of a run, how often and where. Intervals are in training steps; 0 = never."""
+
+    dir: str = ""  # of durable checkpoints, on storage that every rank sees; "" = run_dir/checkpoints
+    every: int = 0  # durable checkpoints, besides the one at the end
+    keep: int = 2  # newest durable checkpoints that stay; 0 = none is ever made
+    background: bool = True  # write them while training goes on
+    deadline_s: float = 1800.0  # a checkpoint that is not durable by then is given up
+    snapshot_every: int = 0  # snapshots in memory that outlive the trainer, each with a copy on another node
+    memory_dir: str = "/dev/shm"  # where those lie on each host
+    resume: str = "auto"  # auto: continue what run_dir holds; never; must; or the path of a checkpoint
+    allow_data_change: bool = False  # resume although the training data is another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsConfig:
     """Actor and critic are models of their own."""
 
@@ -173,3 +188,4 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     digest: DigestConfig = field(default_factory=DigestConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unirl_scale.core.config import (
+    CheckpointConfig,
     DigestConfig,
     EvalConfig,
     HardwareConfig,
@@ -129,6 +130,12 @@ RANGES: dict[type, dict[str, Bound]] = {
     },
     EvalConfig: {"num_prompts": NOT_NEGATIVE, "every": NOT_NEGATIVE},
     DigestConfig: {"every": NOT_NEGATIVE},
+    CheckpointConfig: {
+        "every": NOT_NEGATIVE,
+        "keep": NOT_NEGATIVE,
+        "deadline_s": POSITIVE,
+        "snapshot_every": NOT_NEGATIVE,
+    },
     # The sampler's counter takes the seed as a signed 64-bit word.
     RunConfig: {"seed": Bound(low=0, high=2**63 - 1)},
 }

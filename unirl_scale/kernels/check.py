@@ -97,6 +97,11 @@ class _Probe:
                     n,
                 ),
             )
+        x, w = self.random(rows, self.s.hidden), self.random(1, 1, self.s.hidden)  # a value head
+        yield (
+            "linear: rows, one column",
+            self._rows_hold(lambda t: self.ops.linear(t, w), x, self.ops.linear(x, w)),
+        )
 
     def _dw_holds(
         self,

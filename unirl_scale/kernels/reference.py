@@ -27,7 +27,7 @@ from unirl_scale.kernels.spans import Spans
 from unirl_scale.kernels.table import Nodes
 
 ROW_BLOCK = 64
-MIN_WHOLE_ROWS = 16  # below this BLAS libraries switch to matrix-vector kernels, whose bits differ
+MIN_SIDE = 16  # rows or columns below which BLAS libraries switch to matrix-vector kernels, whose bits differ
 
 
 def _expect(condition: bool, op: str, rule: str, *tensors: Tensor) -> None:
@@ -64,7 +64,12 @@ class ReferenceOps:
     def _matmul(self, x: Tensor, b: Tensor, out: Tensor) -> None:
         """out[M, N] = x[M, K] @ b[K, N] in fp32, row-invariantly."""
         rows = x.shape[0]
-        block = ROW_BLOCK if self.gemm == "blocked" else max(rows, MIN_WHOLE_ROWS)
+        if b.shape[1] == 1:  # the value head
+            wide = torch.empty(rows, MIN_SIDE, device=x.device)
+            self._matmul(x, torch.nn.functional.pad(b, (0, MIN_SIDE - 1)), wide)
+            out.copy_(wide[:, :1])
+            return
+        block = ROW_BLOCK if self.gemm == "blocked" else max(rows, MIN_SIDE)
         full = rows - rows % block
         for i in range(0, full, block):
             torch.mm(x[i : i + block], b, out=out[i : i + block])

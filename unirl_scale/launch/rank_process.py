@@ -19,6 +19,7 @@ from unirl_scale.launch.environment import REPORT_FILE
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 _PR_SET_PDEATHSIG = 1
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
@@ -61,6 +62,11 @@ class ErrorReport:
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
 
+    def write_for_torchrun(self, path: Path) -> None:
+        """The form that torchrun's agent reads and shows as the root cause."""
+        extra = {"py_callstack": self.trace or self.message, "timestamp": str(int(time.time()))}
+        path.write_text(json.dumps({"message": {"message": self.message, "extraInfo": extra}}))
+
 
 def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console) -> int:
     """Run a rank's work in this process.
@@ -84,6 +90,8 @@ def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str],
             report.write(Path(environ[REPORT_FILE]))
         else:
             show_error(console, f"rank {rank}: {report.message}", report.trace)
+            if _TORCHRUN_FILE in environ:
+                report.write_for_torchrun(Path(environ[_TORCHRUN_FILE]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

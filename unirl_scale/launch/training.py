@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from unirl_scale.core.check import check, world_size_of
-from unirl_scale.core.config import RunConfig
+from unirl_scale.core.config import HardwareConfig, RunConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import dump, load_config, resolve
 from unirl_scale.core.problems import raise_all
@@ -18,9 +19,12 @@ from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.local import Outcome, run_local
+from unirl_scale.launch.meeting import Meeting
+from unirl_scale.launch.mpi import ask_mpi
 from unirl_scale.launch.plugins import algorithm_problems, plugin_options
 from unirl_scale.launch.rank_process import run_as_rank, show_error
 from unirl_scale.launch.ranks import discover
+from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.metrics import SilentReporter
 from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
 
@@ -49,7 +53,7 @@ def train(request: TrainRequest, console: Console) -> int:
         ConfigError: everything that is wrong, before any rank is started.
     """
     environ, nproc = environment.current(), request.nproc
-    info = discover(environ)
+    info = discover(environ, ask_mpi)
     if info.launcher == "none" or (nproc is not None and info.world_size == 1):
         cfg = read_legal(request.config, request.overrides, nproc)
         outcome = train_local(cfg, environ, overwrite=request.overwrite)
@@ -92,7 +96,7 @@ def train_local(
         ConfigError: the run directory is in use, holds a run already or cannot be made.
     """
     run_dir = RunDir(Path(cfg.run_dir))
-    with claim(run_dir, overwrite=overwrite):
+    with _claimed(cfg, run_dir, overwrite=overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
         numeric = environment.numeric_environment(environ, cfg.hardware.threads)
@@ -100,37 +104,48 @@ def train_local(
         return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
 
 
+def _claimed(cfg: RunConfig, run_dir: RunDir, *, overwrite: bool) -> AbstractContextManager[None]:
+    resume = cfg.checkpoint.resume != "never"
+    return claim(run_dir, checkpoint_dir(cfg), overwrite=overwrite, resume=resume)
+
+
 def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str], console: Console) -> None:
     """The work of one rank, from its configuration to the last step."""
     # The plug-ins load torch, and the variables must be there before it.
-    environment.apply(environment.numeric_environment(environ, _threads(request)))
+    hardware = _hardware(request)
+    environment.hide_mpi()
+    environment.apply(environment.numeric_environment(environ, hardware.threads))
+    environment.apply(environment.device_environment(hardware.vendor, info, environ))
     cfg = read_legal(request.config, request.overrides, info.world_size)
     run_dir = RunDir(Path(cfg.run_dir))
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
         _run_loop(cfg, run_dir, info, console)
         return
-    with claim(run_dir, overwrite=request.overwrite):
+    with _claimed(cfg, run_dir, overwrite=request.overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
         _run_loop(cfg, run_dir, info, console)
 
 
-def _threads(request: TrainRequest) -> int:
-    """`hardware.threads`; 1 when the file is wrong, which the full reading will say."""
+def _hardware(request: TrainRequest) -> HardwareConfig:
+    """What the file says of the hardware; the defaults when it is wrong, which the full reading will say."""
     try:
-        return max(1, load_config(request.config, request.overrides).hardware.threads)
+        found = load_config(request.config, request.overrides).hardware
     except ConfigError:
-        return 1
+        return HardwareConfig()
+    return replace(found, threads=max(1, found.threads))
 
 
 def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console) -> None:
     from unirl_scale.train.loop import run
 
+    meet = Meeting(cfg, info, environment.current())
     if info.rank != 0:
-        run(cfg, info, SilentReporter())
+        run(cfg, info, SilentReporter(), meet)
         return
     from unirl_scale.train.plot import plot_run
 
-    reporter = console.reporter()
-    run(cfg, info, reporter)
+    # Open MPI gives every rank a terminal of its own, whose output it then passes on line by line.
+    reporter = console.reporter(live=info.launcher in ("local", "none"))
+    run(cfg, info, reporter, meet)
     plot_run(run_dir, reporter)

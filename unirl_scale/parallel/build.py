@@ -66,7 +66,9 @@ def build_context(
 
     def reducer(group: Group, total: int) -> Reducer:
         if ordered:
-            return OrderedReducer(group, split_contiguous(total, group.size))
+            # A kernel joins arriving nodes in one pass; on CPU the reducer's in-place sums are as good.
+            fused = ops.tree_sum if device.type != "cpu" else None
+            return OrderedReducer(group, split_contiguous(total, group.size), tree_sum=fused)
         return FastReducer(group, split_contiguous(total, group.size))
 
     return ParallelContext(

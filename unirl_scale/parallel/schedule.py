@@ -42,37 +42,29 @@ def _orders(pp: int, vpp: int, micros: int) -> tuple[list[tuple[int, int]], list
     return forward, backward
 
 
-def _rank_steps(rank: int, pp: int, vpp: int, micros: int, warmup: int) -> list[Step]:
-    forward, backward = _orders(pp, vpp, micros) if vpp > 1 else _plain(micros)
+def _rank_steps(rank: int, pp: int, vpp: int, micros: int) -> list[Step]:
+    forward, backward = _orders(pp, vpp, micros)
     f = [Step("forward", part * pp + rank, m) for part, m in forward]
     b = [Step("backward", part * pp + rank, m) for part, m in backward]
+    warmup = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
+    warmup = min(warmup, len(f))
     steps = f[:warmup]
     for i in range(len(f) - warmup):
         steps += [f[warmup + i], b[i]]
     return steps + b[len(f) - warmup :]
 
 
-def _plain(micros: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    order = [(0, m) for m in range(micros)]
-    return order, list(order)
-
-
 def one_f_one_b(pp: int, vpp: int, micros: int) -> list[list[Step]]:
     """Steps of every pipeline rank.
 
-    The warm-up of rank r is pp - r - 1 forwards, or 2 (pp - r - 1) + (vpp - 1) pp when interleaved. If
-    micro-batches do not fill the last group of an interleaved schedule, ranks warm up further until the
-    schedule cannot stall.
+    The warm-up of rank r is pp - r - 1 forwards, or 2 (pp - r - 1) + (vpp - 1) pp when interleaved; that
+    plus one bounds the micro-batches in flight. If the last group of an interleaved schedule is not full, it
+    is scheduled as if it were and the missing steps are left out: what remains keeps an order that cannot
+    stall.
     """
-    total = micros * vpp
-    for extra in range(total + 1):
-        schedule = []
-        for rank in range(pp):
-            warmup = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
-            schedule.append(_rank_steps(rank, pp, vpp, micros, min(warmup + extra, total)))
-        if completes(schedule, pp, vpp):
-            return schedule
-    raise AssertionError("all forwards before all backwards always completes")
+    full = micros if vpp == 1 else -(-micros // pp) * pp
+    schedule = [_rank_steps(rank, pp, vpp, full) for rank in range(pp)]
+    return [[step for step in steps if step.micro < micros] for steps in schedule]
 
 
 def forward_only(pp: int, vpp: int, micros: int) -> list[list[Step]]:
@@ -103,24 +95,3 @@ def incoming(schedule: list[list[Step]], source: int, target: int, chunks: int) 
         if message is not None and message.chunk % len(schedule) == target:
             out.append(message)
     return out
-
-
-def completes(schedule: list[list[Step]], pp: int, vpp: int) -> bool:
-    """True if the ranks, each running its steps in order and waiting for messages, all reach the end."""
-    arrived: set[Message] = set()
-    position = [0] * len(schedule)
-    progress = True
-    while progress:
-        progress = False
-        for rank, steps in enumerate(schedule):
-            while position[rank] < len(steps):
-                step = steps[position[rank]]
-                need = needed(step, pp * vpp)
-                if need is not None and need not in arrived:
-                    break
-                message = sent(step, pp * vpp)
-                if message is not None:
-                    arrived.add(message)
-                position[rank] += 1
-                progress = True
-    return all(p == len(s) for p, s in zip(position, schedule))

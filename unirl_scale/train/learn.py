@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,11 +60,18 @@ def learn(
     lr: float,
     *,
     digest: bool,
+    before_reduce: Callable[[], None] = lambda: None,
 ) -> LearnReport:
     """Collective over the world; ranks outside the role's mesh only receive the report. At least one sample
-    has a response."""
+    has a response.
+
+    Args:
+        before_reduce: called on every rank once its gradients are there, before a collective over the world
+            and before any weight or moment changes.
+    """
     engine = role.engine
     results = engine.accumulate(samples, loss) if engine is not None else MicroResults()
+    before_reduce()
     total, sums = _totals(role, samples, loss, results)
     outcome: tuple[StepResult, dict[str, str]] | None = None
     if engine is not None:

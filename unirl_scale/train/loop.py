@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from unirl_scale.comm.groups import Group, GroupFactory, connect
+from unirl_scale.comm.groups import connect
 from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
@@ -18,30 +18,43 @@ from unirl_scale.core.ranks import RankInfo
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.rl.algorithms import ALGORITHMS, build
 from unirl_scale.rl.interface import Algorithm
+from unirl_scale.train.checkpoint.resume import restore
+from unirl_scale.train.checkpoint.saving import Checkpointer
+from unirl_scale.train.checkpoint.session import open_session
+from unirl_scale.train.checkpoint.sizes import require_room
+from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.evaluate import evaluate
-from unirl_scale.train.metrics import MetricsWriter, Reporter
+from unirl_scale.train.metrics import MetricsWriter, Reporter, cut_after
 from unirl_scale.train.roles import DTYPES, Roles
 from unirl_scale.train.rundir import RunDir, write_versions
 from unirl_scale.train.stage import StageRunner
 from unirl_scale.train.state import TrainState
-from unirl_scale.train.tasks.interface import Task
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_TIMEOUT = timedelta(minutes=10)
+Meet = Callable[[Mapping[str, str]], "Store | None"]
+"""Brings the ranks together: takes what must be equal on all of them (name -> value), refuses to go on where
+it is not, and returns the store to build groups on; None for a world of one."""
 
 
-def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
+def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, meet: Meet) -> TrainState:
     """Train a resolved, legal configuration as one rank of the job.
 
     Args:
         reporter: what rank 0 tells the user; silent on other ranks.
+        meet: called once, when this rank is ready for the others.
 
     Raises:
+        ConfigError: the ranks do not agree; on rank 0.
         InvarianceError: the platform cannot hold `invariance.mode: layout`.
         CommError: another rank is gone.
     """
     torch.set_num_threads(cfg.hardware.threads)
-    device = _device(cfg, rank_info)
+    device = _device(cfg)
     task = build_task(cfg)
     supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
     train_data = PromptSource(task, cfg, "train", supervised=supervised)
@@ -51,65 +64,75 @@ def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter) -> TrainState:
     models = [m for m in (cfg.model.actor, cfg.model.critic) if m is not None]
     shapes = [probe_shapes(m, leaves) for m in dict.fromkeys(models)]
     ops = op_table(cfg.hardware, cfg.invariance.mode, shapes, DTYPES[cfg.precision], device)
-    with _join(cfg, rank_info, device) as factory, torch.no_grad():
-        _agree(factory.world, task)
+    store = meet({"kernels": ops.name, "data": task.fingerprint()})
+    rank, world_size, backend = rank_info.rank, rank_info.world_size, BACKENDS[cfg.hardware.vendor]
+    joined = connect(rank, world_size, backend, store=store, timeout=_TIMEOUT, device=device)
+    with joined as factory, torch.no_grad():
         roles = Roles(cfg, factory, ops, device)
-        recorder = Recorder(cfg, reporter, {"kernels": ops.name}) if rank_info.rank == 0 else None
-        state = TrainState()
-        reporter.begin(sum(s.num_steps for s in cfg.stages))
-        for number, stage in enumerate(cfg.stages):
-            state = replace(state, stage=number, stage_step=0)
-            state = run_stage(cfg, stage, state, roles, train_data, held_out, recorder)
+        session = open_session(cfg, factory.world, rank_info)
+        restored = restore(cfg, session, roles, factory.world, task.fingerprint())
+        state = restored.state if restored else TrainState()
+        run_dir = RunDir(Path(cfg.run_dir))
+        _require_fresh(run_dir, restored)
+        needs = [build_algorithm(stage).needs for stage in cfg.stages]
+        critic, reference = any(n.critic for n in needs), any(n.reference for n in needs)
+        require_room(cfg, session, factory.world, critic=critic, reference=reference)
+        checkpointer = Checkpointer(cfg, session, roles, factory, task.fingerprint(), restored=restored)
+        recorder = None
+        if rank == 0:
+            cut_after(run_dir, state.step, state.optimizer_steps)
+            recorder = Recorder(cfg, reporter, {"kernels": ops.name})
+        _announce(cfg, state, restored, reporter)
+        for number in range(state.stage, len(cfg.stages)):
+            if number > state.stage:
+                state = replace(state, stage=number, stage_step=0)
+            state = run_stage(cfg, state, roles, train_data, held_out, recorder, checkpointer)
+        checkpointer.finish(state)
         reporter.end()
         if recorder is not None:
+            recorder.warn(state, checkpointer.take_warnings())
             recorder.finish()
     return state
 
 
-def _join(cfg: RunConfig, rank_info: RankInfo, device: torch.device) -> AbstractContextManager[GroupFactory]:
-    return connect(
-        rank_info.rank,
-        rank_info.world_size,
-        BACKENDS[cfg.hardware.vendor],
-        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}"
-        if rank_info.world_size > 1
-        else None,
-        timeout=timedelta(minutes=10),
-        device=device,
-    )
-
-
-def _agree(world: Group, task: Task) -> None:
-    """Every rank must read the same data.
-
-    Raises:
-        ConfigError: naming the ranks that differ.
-    """
-    prints = world.all_gather_object(task.fingerprint())
-    other = [rank for rank, value in zip(world.ranks, prints) if value != prints[0]]
-    if other:
+def _require_fresh(run_dir: RunDir, restored: Restored | None) -> None:
+    """Raise ConfigError when the directory holds steps of a run but nothing to continue it from."""
+    if restored is None and run_dir.has_steps:
         raise ConfigError(
-            f"task: got other data on ranks {other[:8]} than on rank 0 (fingerprints {prints[other[0]][:12]} "
-            f"and {prints[0][:12]}); every rank must read the same; "
-            "hint: the same files and package versions on every host"
+            f"run_dir: got {run_dir.path}; it holds a run, but no checkpoint to continue it from; "
+            "hint: another run_dir=..., or --overwrite to delete that run"
         )
+
+
+def _announce(cfg: RunConfig, state: TrainState, restored: Restored | None, reporter: Reporter) -> None:
+    """Say where the run starts."""
+    total = sum(s.num_steps for s in cfg.stages)
+    reporter.begin(total, state.step)
+    if restored is None:
+        return
+    for note in restored.notes:
+        reporter.warn(note)
+    reporter.note(f"continuing after step {state.step} of {total} from {restored.source}")
+    if state.step == total:
+        reporter.note("nothing left to do: every step is done")
 
 
 def run_stage(
     cfg: RunConfig,
-    stage: StageConfig,
     state: TrainState,
     roles: Roles,
     data: PromptSource,
     held_out: PromptSource | None,
     recorder: Recorder | None,
+    checkpointer: Checkpointer,
 ) -> TrainState:
-    """All steps of a stage, with evaluation before, during and after."""
+    """The steps of the state's stage that are left, with evaluation before, during and after."""
+    stage = cfg.stages[state.stage]
     algorithm = build_algorithm(stage)
-    needs = algorithm.needs
-    roles.prepare(critic=needs.critic, reference=needs.reference)
-    runner = StageRunner(cfg, stage, algorithm, roles, data)
-    state = replace(state, kl=algorithm.initial_kl)
+    if state.stage_step == 0:  # later on, the roles and the controller are what was restored
+        roles.prepare(critic=algorithm.needs.critic, reference=algorithm.needs.reference)
+        state = replace(state, kl=algorithm.initial_kl)
+    runner = StageRunner(cfg, stage, algorithm, roles, data, checkpointer.fence)
     if held_out is not None and state.step == 0:
         _evaluate(roles, held_out, cfg, state, stage, recorder, {})
     while state.stage_step < stage.num_steps:
@@ -119,7 +142,10 @@ def run_stage(
         if held_out is not None and (last or due):
             _evaluate(roles, held_out, cfg, state, stage, recorder, log.metrics)
         if recorder is not None:
-            recorder.step(state, stage, log.metrics, log.digests, log.warnings)
+            metrics = log.metrics | checkpointer.metrics()
+            recorder.step(state, stage, metrics, log.digests, log.warnings + checkpointer.take_warnings())
+        # After its line is written: a run that continues from this step has the line.
+        checkpointer.after_step(state)
     return state
 
 
@@ -156,10 +182,10 @@ def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
     return replace(cfg, model=models)
 
 
-def _device(cfg: RunConfig, rank_info: RankInfo) -> torch.device:
+def _device(cfg: RunConfig) -> torch.device:
     if cfg.hardware.vendor == "cpu":
         return torch.device("cpu")
-    return torch.device(cfg.hardware.vendor, rank_info.local_rank)
+    return torch.device(cfg.hardware.vendor, 0)  # the launcher shows each rank its own device only
 
 
 class Recorder:
@@ -183,6 +209,9 @@ class Recorder:
         for number, tensors in digests.items():
             self.writer.digests(number, tensors)
         self.reporter.step(state.step, stage.name, metrics)
+        self.warn(state, warnings)
+
+    def warn(self, state: TrainState, warnings: list[str]) -> None:
         for text in warnings:
             self.reporter.warn(f"step {state.step}: {text}")
 

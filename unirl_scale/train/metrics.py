@@ -107,6 +107,24 @@ def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def cut_after(run_dir: RunDir, step: int, optimizer_step: int) -> None:
+    """Forget what a run logged past the step that it now continues from: it will log that again.
+
+    Args:
+        step: last step that stays in metrics.jsonl.
+        optimizer_step: last one that stays in digests.jsonl.
+    """
+    for path, last in ((run_dir.metrics, step), (run_dir.digests, optimizer_step)):
+        if not path.exists():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last]
+        if len(kept) < len(lines):
+            partial = path.with_name(path.name + ".part")
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(path)
+
+
 def _json_number(value: float) -> float | str:
     if isinstance(value, int) or math.isfinite(value):
         return value

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unirl_scale import __version__
 from unirl_scale.core.errors import ConfigError
+from unirl_scale.train.checkpoint.names import delete_run, was_run
 
 # Also the mark of a run directory: only a directory that has it is ever cleared.
 _LOCK = "unirl-scale.lock"
@@ -61,32 +62,57 @@ class RunDir:
 
 
 @contextmanager
-def claim(run_dir: RunDir, *, overwrite: bool = False) -> Iterator[None]:
+def claim(
+    run_dir: RunDir, checkpoints: Path | None = None, *, overwrite: bool = False, resume: bool = True
+) -> Iterator[None]:
     """Make the directory and hold it for one live run.
 
-    The lock is the kernel's (flock), so that it ends with the process that holds it, however that ends. What
-    a run that never completed a step left behind is cleared.
+    The lock is the kernel's (flock), so that it ends with the process that holds it, however that ends. A run
+    that kept checkpoints is left as it is, to be continued; what a run that never completed a step left is
+    cleared.
 
     Args:
         run_dir: where to; parents are made.
-        overwrite: delete the files of the run that is there; files that are not a run's are never touched.
+        checkpoints: directory of the run's checkpoints, see `checkpoint.names`.
+        overwrite: delete the run that is there, its checkpoints too; files that are not a run's are never
+            touched.
+        resume: a run that is there may be continued.
 
     Raises:
-        ConfigError: it cannot be made, belongs to a live run, holds a finished run, or holds other files.
+        ConfigError: it cannot be made, belongs to a live run, holds a run that cannot or shall not be
+            continued, or holds other files.
     """
     _make(run_dir)
     descriptor = os.open(run_dir.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _lock(descriptor, run_dir)
-        if run_dir.has_steps and not overwrite:
-            raise ConfigError(
-                f"run_dir: got {run_dir.path}; it holds a run already and its results are kept; "
-                "hint: another run_dir=..., or --overwrite to delete that run"
-            )
-        _clear(run_dir)
+        kept = checkpoints is not None and was_run(checkpoints)
+        if not overwrite:
+            _require_free(run_dir, checkpoints if kept else None, resume=resume)
+        if overwrite and checkpoints is not None:
+            delete_run(checkpoints)
+        if overwrite or not kept:
+            _clear(run_dir)
         yield
     finally:
         os.close(descriptor)
+
+
+def _require_free(run_dir: RunDir, checkpoints: Path | None, *, resume: bool) -> None:
+    """Raise ConfigError when a run is there that is not going to be continued."""
+    if run_dir.has_steps and not (resume and checkpoints is not None):
+        why = "it holds a run already and its results are kept"
+        if checkpoints is None:
+            why += ", and no checkpoint to continue it from"
+        raise ConfigError(
+            f"run_dir: got {run_dir.path}; {why}; "
+            "hint: another run_dir=..., or --overwrite to delete that run"
+        )
+    if checkpoints is not None and not resume:
+        raise ConfigError(
+            f"checkpoint.resume: got never, but {checkpoints} holds the checkpoints of a run; "
+            "hint: another checkpoint.dir=..., or --overwrite to delete that run"
+        )
 
 
 def write_config(run_dir: RunDir, text: str) -> None:
@@ -96,11 +122,12 @@ def write_config(run_dir: RunDir, text: str) -> None:
 
 def write_versions(run_dir: RunDir, extra: Mapping[str, str]) -> None:
     """Add to versions.json: software, platform, and e.g. {"kernels": what the self-check chose}."""
-    known = json.loads(run_dir.versions.read_text()) if run_dir.versions.exists() else _software()
+    known = json.loads(run_dir.versions.read_text()) if run_dir.versions.exists() else software()
     _replace(run_dir.versions, json.dumps({**known, **extra}, indent=2) + "\n")
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
+    """Versions of what computes here, by name."""
     packages = {}
     for name in ("torch", "numpy", "pyyaml"):
         try:

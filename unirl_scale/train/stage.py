@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -45,12 +45,20 @@ class StageRunner:
         cfg: resolved configuration.
         stage, algorithm: the stage and its built algorithm.
         data: prompts of the training split.
+        before_reduce: see `learn`.
     """
 
     def __init__(
-        self, cfg: RunConfig, stage: StageConfig, algorithm: Algorithm, roles: Roles, data: PromptSource
+        self,
+        cfg: RunConfig,
+        stage: StageConfig,
+        algorithm: Algorithm,
+        roles: Roles,
+        data: PromptSource,
+        before_reduce: Callable[[], None] = lambda: None,
     ) -> None:
         self.cfg, self.stage, self.algorithm, self.roles, self.data = cfg, stage, algorithm, roles, data
+        self.before_reduce = before_reduce
 
     def step(self, state: TrainState) -> tuple[TrainState, StepLog]:
         """Collective over the world; the new state and the log are the same on every rank."""
@@ -181,7 +189,9 @@ class StageRunner:
                 log.digests.setdefault(number, {}).update(
                     {f"{role.name}/{k}": v for k, v in report.digests.items()}
                 )
-                if not report.result.applied:
+                if report.result.applied:
+                    state = state.updated(role.name)
+                else:
                     state = replace(state, skipped_steps=state.skipped_steps + 1)
                     names = ", ".join(report.result.nonfinite[:4])
                     log.warnings.append(
@@ -198,7 +208,9 @@ class StageRunner:
         optim = self.stage.critic_optim if critic else self.stage.optim
         lr = learning_rate(optim, state.stage_step, self.stage.num_steps)
         loss = minibatch.critic_loss(self.algorithm) if critic else minibatch.actor_loss(self.algorithm)
-        return learn(role, minibatch.samples, loss, optim, lr, digest=digest)
+        return learn(
+            role, minibatch.samples, loss, optim, lr, digest=digest, before_reduce=self.before_reduce
+        )
 
 
 def _batch_digests(batch: LossBatch) -> dict[str, str]:

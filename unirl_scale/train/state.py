@@ -17,6 +17,7 @@ class TrainState:
         prompts_seen: the data cursor; the order of data is a function of (seed, cursor).
         samples_seen: the next global sample id.
         optimizer_steps: actor and critic updates tried, which number the digests.
+        actor_updates, critic_updates: updates applied, which count Adam's steps.
         skipped_steps: updates skipped because of a non-finite gradient or a batch with nothing valid.
         kl: controller of the KL penalty in the reward.
     """
@@ -27,8 +28,16 @@ class TrainState:
     prompts_seen: int = 0
     samples_seen: int = 0
     optimizer_steps: int = 0
+    actor_updates: int = 0
+    critic_updates: int = 0
     skipped_steps: int = 0
     kl: KlController = KlController(coef=0.0)  # noqa: RUF009 - frozen
 
     def next_stage(self, kl: KlController) -> TrainState:
         return replace(self, stage=self.stage + 1, stage_step=0, kl=kl)
+
+    def updated(self, role: str) -> TrainState:
+        """One more update of the actor or the critic was applied."""
+        if role == "critic":
+            return replace(self, critic_updates=self.critic_updates + 1)
+        return replace(self, actor_updates=self.actor_updates + 1)

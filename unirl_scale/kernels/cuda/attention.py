@@ -157,11 +157,13 @@ def attention_decode(
     o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     if batch:
         _, page, kv_heads, _ = k_pages.shape
+        stages = 3 if width <= 128 else 2  # reading the cache is the work: all the blocks that fit, in flight
         attention_decode_kernel[(kv_heads, batch)](
             q, k_pages, v_pages, o, block_table, lengths, scale * LOG2_E,
             q.stride(0), q.stride(1), block_table.stride(0),
             k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
             v_pages.stride(0), v_pages.stride(1), v_pages.stride(2),
-            heads=heads, group=heads // kv_heads, PAGE=page, **_blocks(q),
+            heads=heads, group=heads // kv_heads, PAGE=page,
+            **(_blocks(q) | {"num_stages": stages}),
         )  # fmt: skip
     return o

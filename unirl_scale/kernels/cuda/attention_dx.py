@@ -16,34 +16,53 @@ from unirl_scale.kernels.cuda.attention import LOG2_E
 from unirl_scale.kernels.spans import Spans
 
 
-@triton.jit(do_not_specialize=["tokens", "padded"])
+@triton.jit
+def stat_start(start, sample):
+    """Where a sample's row statistics begin: multiples of four, 16 bytes, which the copy engine asks for."""
+    return (start + 3) // 4 * 4 + 4 * sample
+
+
+@triton.jit(do_not_specialize=["padded"])
 def row_stats_kernel(
-    o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, tokens, padded,
+    o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, cu_ptr, padded,
     heads: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over d of o * do, and lse in powers of two; both head-major [h, padded]."""
-    head = tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_D)
-    mask = (token < tokens)[:, None] & (dim < width)[None, :]
-    at = (token[:, None] * heads + head) * width + dim[None, :]
-    o = tl.load(o_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + token * heads + head, mask=token < tokens, other=0.0)
-    out = head * padded + token
-    tl.store(delta_ptr + out, tl.sum(o * do, axis=1), mask=token < tokens)
-    tl.store(lse2_ptr + out, lse * 1.4426950408889634, mask=token < tokens)
+    sample, head = tl.program_id(2), tl.program_id(1)
+    start = tl.load(cu_ptr + sample).to(tl.int64)
+    length = tl.load(cu_ptr + sample + 1).to(tl.int64) - start
+    if tl.program_id(0) * ROWS < length:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        dim = tl.arange(0, BLOCK_D)
+        mask = (row < length)[:, None] & (dim < width)[None, :]
+        at = ((start + row)[:, None] * heads + head) * width + dim[None, :]
+        o = tl.load(o_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        do = tl.load(do_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        lse = tl.load(lse_ptr + (start + row) * heads + head, mask=row < length, other=0.0)
+        out = head * padded + stat_start(start, sample) + row
+        tl.store(delta_ptr + out, tl.sum(o * do, axis=1), mask=row < length)
+        tl.store(lse2_ptr + out, lse * 1.4426950408889634, mask=row < length)
 
 
-def row_stats(o: Tensor, do: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """o, do [T, h, d], lse fp32 [T, h] -> (delta, lse * log2(e)), fp32 [h, T rounded up to 4]."""
+def row_stats(o: Tensor, do: Tensor, lse: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    """o, do [T, h, d], lse fp32 [T, h] -> (delta, lse * log2(e)), fp32 [h, .], samples at `stat_start`."""
     tokens, heads, width = o.shape
-    padded = triton.cdiv(tokens, 4) * 4
+    padded = triton.cdiv(tokens, 4) * 4 + 4 * len(spans)
     delta, lse2 = (torch.empty(heads, padded, dtype=torch.float32, device=o.device) for _ in range(2))
     block_d = max(16, triton.next_power_of_2(width))
     rows = max(1, 4096 // block_d)
-    row_stats_kernel[(triton.cdiv(tokens, rows), heads)](
-        o, do, lse, delta, lse2, tokens, padded, heads=heads, width=width, ROWS=rows, BLOCK_D=block_d
+    row_stats_kernel[(triton.cdiv(spans.max_length, rows), heads, len(spans))](
+        o,
+        do,
+        lse,
+        delta,
+        lse2,
+        spans.cu_seqlens,
+        padded,
+        heads=heads,
+        width=width,
+        ROWS=rows,
+        BLOCK_D=block_d,
     )
     return delta, lse2
 
@@ -78,7 +97,7 @@ def attention_dkv_kernel(
                 do_at = do_ptr + ((start + row)[:, None] * heads + head) * width + dim[None, :]
                 q = tl.load(q_at, mask=mask, other=0.0)
                 do = tl.load(do_at, mask=mask, other=0.0)
-                stat = head * padded + start + row
+                stat = head * padded + stat_start(start, tl.program_id(2)) + row
                 lse = tl.load(lse2_ptr + stat, mask=row < length, other=float("inf"))
                 delta = tl.load(delta_ptr + stat, mask=row < length, other=0.0)
                 scores = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -112,7 +131,7 @@ def attention_dq_kernel(
         out = ((start + row)[:, None] * heads + head) * width + dim[None, :]
         q = tl.load(q_at, mask=mask, other=0.0)
         do = tl.load(do_ptr + out, mask=mask, other=0.0)
-        stat = head * padded + start + row
+        stat = head * padded + stat_start(start, tl.program_id(2)) + row
         lse = tl.load(lse2_ptr + stat, mask=row < length, other=float("inf"))
         delta = tl.load(delta_ptr + stat, mask=row < length, other=0.0)
         k_at = k_ptr + (start + col)[:, None] * k_token + (head // group) * k_head + dim[None, :]
@@ -143,7 +162,7 @@ def attention_dx(
     dk, dv = (torch.empty(tokens, kv_heads, width, dtype=q.dtype, device=q.device) for _ in range(2))
     if spans.max_length == 0:
         return dq, dk, dv
-    delta, lse2 = row_stats(o, do, lse)
+    delta, lse2 = row_stats(o, do, lse, spans)
     block_d = max(16, triton.next_power_of_2(width))
     block = 64 if q.dtype == torch.bfloat16 else 32
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))

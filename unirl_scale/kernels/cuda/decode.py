@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from unirl_scale.kernels.cuda.tiles import DecodeTile
 
 MAX_ROWS = 64
+BLOCK_W = 64  # rows of the weight a program takes: the height of a tensor-core instruction
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "k_steps", "first"])
@@ -65,11 +66,11 @@ def products(
     leaves, _, k = x.shape
     block_x = max(16, triton.next_power_of_2(rows))
     flat_x = TensorDescriptor(x, [rows, leaves * k], [x.stride(1), 1], [block_x, tile.k])
-    flat_w = TensorDescriptor(w, [w.shape[0] * columns, k], [w.stride(1), 1], [tile.w, tile.k])
-    decode_products_kernel[(triton.cdiv(columns, tile.w), groups)](
+    flat_w = TensorDescriptor(w, [w.shape[0] * columns, k], [w.stride(1), 1], [BLOCK_W, tile.k])
+    decode_products_kernel[(triton.cdiv(columns, BLOCK_W), groups)](
         flat_w, flat_x, out, out if bias is None else bias,
         rows, columns, triton.cdiv(k, tile.k), first, columns, k if leaves > 1 else 0,
         out.stride(0), out.stride(1),
-        ROUND_LEAF=round_leaf, HAS_BIAS=bias is not None, BLOCK_W=tile.w, BLOCK_X=block_x, BLOCK_K=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages,
+        ROUND_LEAF=round_leaf, HAS_BIAS=bias is not None, BLOCK_W=BLOCK_W, BLOCK_X=block_x, BLOCK_K=tile.k,
+        num_warps=4, num_stages=tile.stages,
     )  # fmt: skip

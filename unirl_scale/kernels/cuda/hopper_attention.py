@@ -23,6 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unirl_scale.kernels.cuda.attention import LOG2_E, kv_block
 from unirl_scale.kernels.cuda.device import Device
+from unirl_scale.kernels.cuda.hopper_gemm import REGISTERS, shared_layout
+from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, head_band, take_tile
 from unirl_scale.kernels.spans import Spans
 
 WIDTHS = (64, 128)
@@ -31,39 +33,23 @@ BLOCK_M = 2 * HALF
 
 
 @gluon.jit
-def dealt(turn):
-    """The tile that this program takes in its turn-th turn: programs pick to and fro, which evens out a list
-    sorted by length."""
-    programs = gl.num_programs(0)
-    forth = gl.program_id(0)
-    return turn * programs + (forth if turn % 2 == 0 else programs - 1 - forth)
-
-
-@gluon.jit
-def banded(tile, tiles, HEAD_BAND: gl.constexpr):
-    """Tile number -> (rank of the tile within its head, head): a band of heads that fits in L2 at a time."""
-    band = tile // (tiles * HEAD_BAND)
-    rest = tile % (tiles * HEAD_BAND)
-    return rest // HEAD_BAND, band * HEAD_BAND + rest % HEAD_BAND
-
-
-@gluon.jit
 def _load_blocks(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    cu_ptr, samples, tiles, heads,
+    counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles, heads,
     group: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
     """Producer: q once a tile, then K and V block by block."""
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * heads * samples, gl.num_programs(0))):
-        rank, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
-        q_tile = tiles - 1 - rank  # longest first
+    turn = 0
+    tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
+    while tile < tiles * heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
         sample = flat_head // heads
         head = flat_head % heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
-        first = q_tile * 128
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
+        first = (tiles - 1 - rank) * 128  # longest first
         if first < length:
             mbarrier.wait(q_empty, (done & 1) ^ 1)
             mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
@@ -84,6 +70,8 @@ def _load_blocks(
                     v_desc, [head // group, start + j, 0], v_full.index(slot), v_bufs.index(slot)
                 )
                 i += 1
+        turn += 1
+        tile = draw_tile(counter_ptr, slots, drawn, taken, turn)
 
 
 @gluon.jit
@@ -108,9 +96,26 @@ def zero_rows_from(buf, rows, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def stat_start(start, sample):
+    """attention_dx.stat_start: the copy engine takes boxes that begin at multiples of 16 bytes only."""
+    return (start + 3) // 4 * 4 + 4 * sample
+
+
+@gluon.jit
+def store_rows(out_ptr, values, start, first, length, heads, head, WIDTH: gl.constexpr):
+    """values fp32 [64, WIDTH] -> rows first.. of this sample and head, those inside the sample only."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0])
+    rounded = gl.convert_layout(values.to(gl.bfloat16), layout)
+    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    at = ((start + row).to(gl.int64) * heads + head) * WIDTH
+    gl.store(out_ptr + at.expand_dims(1) + dim.expand_dims(0), rounded, mask=(row < length).expand_dims(1))
+
+
+@gluon.jit
 def _attend(
     q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_ptr, lse_ptr,
-    cu_ptr, samples, tiles, heads, scale_log2,
+    slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
     HALF_INDEX: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
@@ -118,17 +123,18 @@ def _attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0])
     q = q_bufs.index(HALF_INDEX).reshape([64, WIDTH])
     i = 0
     done = 0
-    for turn in range(gl.cdiv(tiles * heads * samples, gl.num_programs(0))):
-        rank, flat_head = banded(dealt(turn), tiles, HEAD_BAND)
-        q_tile = tiles - 1 - rank  # longest first
+    turn = 0
+    tile = take_tile(slots, drawn, taken, turn)
+    while tile < tiles * heads * samples:
+        rank, flat_head = banded(tile, tiles, HEAD_BAND)
+        q_tile = tiles - 1 - rank
         sample = flat_head // heads
         head = flat_head % heads
-        start = gl.load(cu_ptr + sample, mask=sample < samples, other=0)
-        length = gl.load(cu_ptr + sample + 1, mask=sample < samples, other=0) - start
+        start = gl.load(cu_ptr + sample)
+        length = gl.load(cu_ptr + sample + 1) - start
         first = q_tile * 128 + HALF_INDEX * 64
         if q_tile * 128 < length:
             blocks = (min(q_tile * 128 + 128, length) + BLOCK_N - 1) // BLOCK_N
@@ -185,20 +191,16 @@ def _attend(
             done += 1
 
             o = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout)).expand_dims(1)
-            o = gl.convert_layout(o.to(gl.bfloat16), out_layout)
-            out_row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, out_layout))
-            dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, out_layout))
-            at = ((start + out_row).to(gl.int64) * heads + head) * WIDTH
-            gl.store(
-                o_ptr + at.expand_dims(1) + dim.expand_dims(0), o, mask=(out_row < length).expand_dims(1)
-            )
+            store_rows(o_ptr, o, start, first, length, heads, head, WIDTH)
             lse = (top + gl.log2(total)) * 0.6931471805599453
             gl.store(lse_ptr + (start + row).to(gl.int64) * heads + head, lse, mask=row < length)
+        turn += 1
+        tile = take_tile(slots, drawn, taken, turn)
 
 
 @gluon.jit(do_not_specialize=["samples", "tiles"])
 def attention_kernel(
-    q_desc, k_desc, v_desc, o_ptr, lse_ptr, cu_ptr, samples, tiles, scale_log2,
+    q_desc, k_desc, v_desc, o_ptr, lse_ptr, counter_ptr, cu_ptr, samples, tiles, scale_log2,
     heads: gl.constexpr, group: gl.constexpr, STAGES: gl.constexpr, HEAD_BAND: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
@@ -218,13 +220,19 @@ def attention_kernel(
         mbarrier.init(k_empty.index(s), count=2)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(v_empty.index(s), count=2)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(drawn.index(s), count=1)
+        mbarrier.init(taken.index(s), count=2)
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
                     q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1), k_full, k_empty, v_full, v_empty,
-                    o_ptr, lse_ptr, cu_ptr, samples, tiles, heads, scale_log2,
+                    o_ptr, lse_ptr, slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
                     0, BLOCK_N, WIDTH, STAGES, HEAD_BAND,
                 ),
             ),
@@ -232,7 +240,7 @@ def attention_kernel(
                 _attend,
                 (
                     q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1), k_full, k_empty, v_full, v_empty,
-                    o_ptr, lse_ptr, cu_ptr, samples, tiles, heads, scale_log2,
+                    o_ptr, lse_ptr, slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
                     1, BLOCK_N, WIDTH, STAGES, HEAD_BAND,
                 ),
             ),
@@ -240,7 +248,8 @@ def attention_kernel(
                 _load_blocks,
                 (
                     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1),
-                    k_full, k_empty, v_full, v_empty, cu_ptr, samples, tiles, heads,
+                    k_full, k_empty, v_full, v_empty, counter_ptr, slots, drawn, taken,
+                    cu_ptr, samples, tiles, heads,
                     group, BLOCK_N, STAGES, HEAD_BAND,
                 ),
             ),
@@ -253,20 +262,10 @@ def attention_kernel(
 def heads_first(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of x [T, h, d] seen as [h, T, d], in blocks of `rows` tokens of one head."""
     block = [1, rows, x.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    layout = shared_layout(tuple(block), x.dtype)
     return TensorDescriptor(
         x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block, layout
     )
-
-
-def head_band(heads: int, group: int, row_bytes: int, longest: int, l2_bytes: int) -> int:
-    """Heads worked on together: whole groups, a divisor of `heads`, their K and V within half of L2."""
-    fitting = max(1, l2_bytes // 2 // max(1, 2 * row_bytes * longest)) * group
-    band = group
-    for size in range(group, min(heads, fitting) + 1, group):
-        if heads % size == 0:
-            band = size
-    return band
 
 
 def attention(
@@ -280,11 +279,12 @@ def attention(
         group = heads // k.shape[1]
         block_n = kv_block(q.dtype, width)
         tiles = triton.cdiv(spans.max_length, BLOCK_M)
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         attention_kernel[(min(device.programs, tiles * heads * len(spans)),)](
             heads_first(q, HALF), heads_first(k, block_n), heads_first(v, block_n),
-            o, lse, spans.cu_seqlens, len(spans), tiles, scale * LOG2_E,
+            o, lse, counter, spans.cu_seqlens, len(spans), tiles, scale * LOG2_E,
             heads=heads, group=group, STAGES=2 if width == 128 else 4,
             HEAD_BAND=head_band(heads, group, 2 * width, spans.max_length, device.l2_bytes),
-            num_warps=4, maxnreg=168,
+            num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return o, lse

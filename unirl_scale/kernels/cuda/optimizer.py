@@ -7,23 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unirl_scale.kernels.cuda.sums import tree_columns
+from unirl_scale.kernels.cuda.sums import tree_line
 
 ADAMW_BLOCK = 1024
-LINE = 64  # elements of a line; a chunk is up to 64 lines
+CHUNK = 4096  # elements a program sums
 
 
 @triton.jit
-def chunk_tree_kernel(x_ptr, out_ptr, chunks, SQUARE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
-    """out[c] = canonical tree over the LINES * LINE elements of chunk c, squared first if asked."""
+def chunk_tree_kernel(x_ptr, out_ptr, SQUARE: tl.constexpr, CHUNK: tl.constexpr):
+    """out[c] = canonical tree over the CHUNK elements of chunk c, squared first if asked."""
     chunk = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
-    x = tl.load(x_ptr + chunk * (LINES * LINE) + at)
+    x = tl.load(x_ptr + chunk * CHUNK + tl.arange(0, CHUNK))
     if SQUARE:
         x = x * x
-    lines = tree_columns(x, LINE, LINE)
-    total = tree_columns(tl.reshape(lines, (1, LINES)), LINES, LINES)
-    tl.store(out_ptr + chunk + tl.arange(0, 1), total)
+    tl.store(out_ptr + chunk + tl.arange(0, 1), tree_line(x, CHUNK))
 
 
 @triton.jit
@@ -51,11 +48,11 @@ def block_sumsq(blocks: Tensor) -> Tensor:
     """fp32 [n, BLOCK], BLOCK a power of two -> fp64 [n]."""
     n, level, square = blocks.shape[0], blocks, True
     while n and (square or level.shape[1] > 1):
-        width = min(level.shape[1], LINE * LINE)
-        line = min(width, LINE)
+        width = min(level.shape[1], CHUNK)
         out = torch.empty(n, level.shape[1] // width, dtype=torch.float32, device=blocks.device)
+        # Fused, the first addition would take the square before it is rounded.
         chunk_tree_kernel[(out.numel(),)](
-            level, out, out.numel(), SQUARE=square, LINES=width // line, LINE=line, num_warps=4
+            level, out, SQUARE=square, CHUNK=width, num_warps=4, enable_fp_fusion=False
         )
         level, square = out, False
     return level.reshape(n).double()

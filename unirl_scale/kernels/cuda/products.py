@@ -6,16 +6,22 @@ import torch
 import triton
 from torch import Tensor
 
-from unirl_scale.kernels.cuda import decode, gemm, hopper_gemm
+from unirl_scale.kernels.cuda import decode, gemm, hopper_gemm, hopper_weight_grad
 from unirl_scale.kernels.cuda.device import Device
-from unirl_scale.kernels.cuda.tiles import decode_tile, gemm_tile, weight_grad_tile
+from unirl_scale.kernels.cuda.tiles import (
+    GEMM_ROWS,
+    NARROW_COLUMNS,
+    decode_tile,
+    gemm_tile,
+    weight_grad_tile,
+)
 from unirl_scale.kernels.spans import Spans
 
 BLOCK_K = 64
 
 
 def copyable(*tensors: Tensor) -> bool:
-    """The copy engine takes bf16 and fp32 tensors whose base and strides are multiples of 16 bytes."""
+    """Tiles begin at multiples of 16 bytes, as the copy engine asks, when the base and all strides do."""
     return all(
         t.data_ptr() % 16 == 0
         and t.stride(-1) == 1
@@ -61,7 +67,7 @@ class Products:
             gemm.leaf_products(a, b, out, first=first, leaves=leaves, round_leaf=round_leaf, bias=bias)
         elif rows <= decode.MAX_ROWS and weight is not b and leaves == 1:
             block_x = max(16, triton.next_power_of_2(rows))
-            tile = decode_tile(block_x, columns, groups, self.device.programs)
+            tile = decode_tile(block_x)
             decode.products(a, weight, out, first=first, round_leaf=round_leaf, bias=bias, tile=tile)
         else:
             hopper_gemm.leaf_products(
@@ -75,6 +81,11 @@ class Products:
                 tile=gemm_tile(rows, columns, groups, leaves, out.element_size(), self.device.programs),
                 programs=self.device.programs,
             )
+
+    def few_tiles(self, rows: int, columns: int, leaves: int) -> bool:
+        """Whether adding leaves in registers would leave programs idle that leaves side by side keep busy."""
+        tiles = triton.cdiv(rows, GEMM_ROWS) * triton.cdiv(columns, NARROW_COLUMNS)
+        return rows <= decode.MAX_ROWS or tiles * leaves <= self.device.programs
 
     def _fits_hopper(self, a: Tensor, weight: Tensor, out: Tensor) -> bool:
         leaves, _, k = a.shape
@@ -98,10 +109,10 @@ class Products:
             self.device.hopper
             and dy.dtype == torch.bfloat16
             and (leaves == 1 or x.stride(1) == columns)
-            and copyable(dy, x.select(1, 0), out)
+            and copyable(dy, x, out)
         )
         if fits:
             tile = weight_grad_tile(rows, columns, leaves, self.device.programs)
-            hopper_gemm.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
+            hopper_weight_grad.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
         else:
             gemm.weight_grad(dy, x, spans, out)

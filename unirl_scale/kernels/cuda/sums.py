@@ -2,7 +2,8 @@
 
 That is the tree that splits at the largest power of two below n, so aligned blocks of a power of two of
 leaves can be summed first, in registers, and the tree over the block sums is again canonical. Additions
-are plain fp32, so the bits are those of the plain-torch truth.
+are plain fp32, so the bits are those of the plain-torch truth. An absent leaf counts as -0.0, the one number
+that changes nothing it is added to: x + -0.0 is x for every x, -0.0 included.
 """
 
 from __future__ import annotations
@@ -15,32 +16,27 @@ from torch import Tensor
 from unirl_scale.kernels.spans import Spans
 
 BLOCK_ROWS = 64  # leaves a program sums in registers
+COLUMNS = 256
 
 
 @triton.jit
-def _pair(x, present, ROWS: tl.constexpr):
-    """One level: x [C, ROWS], the first `present` columns real -> [C, ROWS // 2] and how many are real."""
-    left, right = tl.split(tl.reshape(x, (x.shape[0], ROWS // 2, 2)))
-    both = tl.arange(0, ROWS // 2) * 2 + 1 < present
-    return tl.where(both[None, :], left + right, left), (present + 1) // 2
+def tree_rows(at, mask, row, rows, stride, SIZE: tl.constexpr):
+    """Canonical tree over rows row .. row + SIZE of a matrix, those below `rows`; `at` points into row 0."""
+    if SIZE == 1:
+        inside = mask & (row < rows)
+        total = tl.load(at + row * stride, mask=inside, other=-0.0).to(tl.float32)
+    else:
+        left = tree_rows(at, mask, row, rows, stride, SIZE // 2)
+        total = left + tree_rows(at, mask, row + SIZE // 2, rows, stride, SIZE // 2)
+    return total
 
 
 @triton.jit
-def tree_columns(x, present, ROWS: tl.constexpr):
-    """x fp32 [C, ROWS], the first `present` >= 1 of ROWS <= 64 real -> [C], the canonical tree over them."""
-    if ROWS == 64:
-        x, present = _pair(x, present, 64)
-    if ROWS >= 32:
-        x, present = _pair(x, present, 32)
-    if ROWS >= 16:
-        x, present = _pair(x, present, 16)
-    if ROWS >= 8:
-        x, present = _pair(x, present, 8)
-    if ROWS >= 4:
-        x, present = _pair(x, present, 4)
-    if ROWS >= 2:
-        x, present = _pair(x, present, 2)
-    return tl.reshape(x, (x.shape[0],))
+def tree_line(x, SIZE: tl.constexpr):
+    """Canonical tree over a vector of SIZE, a power of two -> one element."""
+    if SIZE > 1:
+        x = tree_line(tl.sum(tl.reshape(x, (SIZE // 2, 2)), axis=1), SIZE // 2)
+    return x
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,48 +46,50 @@ def block_tree_kernel(
     """out[b] = tree over x[b*ROWS : (b+1)*ROWS], the last block possibly short."""
     block = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = block * ROWS + tl.arange(0, ROWS)
-    mask = (col < columns)[:, None] & (row < rows)[None, :]
-    x = tl.load(x_ptr + row[None, :] * x_row + col[:, None], mask=mask, other=0.0).to(tl.float32)
-    total = tree_columns(x, tl.minimum(rows - block * ROWS, ROWS), ROWS)
-    tl.store(out_ptr + block * out_row + col, total, mask=col < columns)
+    mask = col < columns
+    total = tree_rows(x_ptr + col, mask, block * ROWS, rows, x_row, ROWS)
+    tl.store(out_ptr + block * out_row + col, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["samples", "columns"])
-def sample_blocks_kernel(
-    x_ptr, out_ptr, cu_ptr, out_cu_ptr, samples, columns, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Sums each block of ROWS rows counted from each sample's start; block sums of a sample lie at out_cu."""
-    sample, block = tl.program_id(2), tl.program_id(1)
+@triton.jit
+def _sample_rows(cu_ptr, sample, capacity, UNIT: tl.constexpr):
+    """First row and row count of a sample: its tokens, or the sums of UNIT of them at sample * capacity."""
     start = tl.load(cu_ptr + sample).to(tl.int64)
-    rows = (tl.load(cu_ptr + sample + 1).to(tl.int64) - start) - block.to(tl.int64) * ROWS
-    if rows > 0:
+    rows = tl.cdiv(tl.load(cu_ptr + sample + 1).to(tl.int64) - start, UNIT)
+    first = start if UNIT == 1 else capacity * tl.cast(sample, tl.int64)
+    return first, rows
+
+
+@triton.jit(do_not_specialize=["columns", "capacity", "out_capacity"])
+def sample_blocks_kernel(
+    x_ptr, out_ptr, cu_ptr, columns, x_row, capacity, out_capacity,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums blocks of ROWS rows counted from their sample's start, into out[sample * out_capacity + block]."""
+    sample, block = tl.program_id(2), tl.program_id(1)
+    first, rows = _sample_rows(cu_ptr, sample, capacity, UNIT)
+    if block * ROWS < rows:
         col = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        row = tl.arange(0, ROWS)
-        mask = (col < columns)[:, None] & (row < rows)[None, :]
-        base = x_ptr + (start + block * ROWS) * x_row
-        x = tl.load(base + row[None, :] * x_row + col[:, None], mask=mask, other=0.0).to(tl.float32)
-        total = tree_columns(x, tl.minimum(rows, ROWS), ROWS)
-        out_row = tl.load(out_cu_ptr + sample).to(tl.int64) + block
-        tl.store(out_ptr + out_row * columns + col, total, mask=col < columns)
+        mask = col < columns
+        total = tree_rows(x_ptr + col, mask, first + block * ROWS, first + rows, x_row, ROWS)
+        out_row = sample.to(tl.int64) * out_capacity + block
+        tl.store(out_ptr + out_row * columns + col, total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["samples", "columns"])
+@triton.jit(do_not_specialize=["samples", "columns", "capacity"])
 def add_samples_kernel(
-    x_ptr, out_ptr, cu_ptr, samples, columns, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, out_ptr, cu_ptr, samples, columns, x_row, capacity,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out += tree over the sample's rows (at most ROWS), for each sample in order."""
     col = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    total = tl.load(out_ptr + col, mask=col < columns, other=0.0)
+    mask = col < columns
+    total = tl.load(out_ptr + col, mask=mask, other=0.0)
     for sample in range(samples):
-        start = tl.load(cu_ptr + sample).to(tl.int64)
-        rows = tl.load(cu_ptr + sample + 1).to(tl.int64) - start
+        first, rows = _sample_rows(cu_ptr, sample, capacity, UNIT)
         if rows > 0:
-            mask = (col < columns)[:, None] & (row < rows)[None, :]
-            x = tl.load(x_ptr + (start + row)[None, :] * x_row + col[:, None], mask=mask, other=0.0)
-            total += tree_columns(x.to(tl.float32), rows, ROWS)
-    tl.store(out_ptr + col, total, mask=col < columns)
+            total += tree_rows(x_ptr + col, mask, first, first + rows, x_row, ROWS)
+    tl.store(out_ptr + col, total, mask=mask)
 
 
 def tree_sum(leaves: Tensor) -> Tensor:
@@ -100,29 +98,31 @@ def tree_sum(leaves: Tensor) -> Tensor:
     while level.shape[0] > 1:
         n, columns = level.shape
         rows = min(BLOCK_ROWS, triton.next_power_of_2(n))
-        width = 2048 // rows if rows > 8 else 512
+        width = 4 * COLUMNS if rows <= 8 else COLUMNS
         out = torch.empty(triton.cdiv(n, rows), columns, dtype=torch.float32, device=level.device)
-        grid = (triton.cdiv(columns, width), out.shape[0])
-        block_tree_kernel[grid](level, out, n, columns, level.stride(0), columns, ROWS=rows, COLUMNS=width)
+        if columns:
+            grid = (triton.cdiv(columns, width), out.shape[0])
+            block_tree_kernel[grid](
+                level, out, n, columns, level.stride(0), columns, ROWS=rows, COLUMNS=width
+            )
         level = out
     return level[0].view(leaves.shape[1:])
 
 
 def sum_tokens(x: Tensor, spans: Spans, out: Tensor) -> None:
     """out fp32 [N] += tree over each sample's rows of x [T, N], sample by sample."""
-    columns, longest = x.shape[1], spans.max_length
-    width = 32
+    columns, longest, unit, capacity = x.shape[1], spans.max_length, 1, 0
     while longest > BLOCK_ROWS:
-        blocks = Spans.of([triton.cdiv(n, BLOCK_ROWS) for n in spans.lengths], x.device)
-        partial = torch.empty(blocks.total, columns, dtype=torch.float32, device=x.device)
-        grid = (triton.cdiv(columns, width), blocks.max_length, len(spans))
-        sample_blocks_kernel[grid](
-            x, partial, spans.cu_seqlens, blocks.cu_seqlens, len(spans), columns, x.stride(0),
-            ROWS=BLOCK_ROWS, COLUMNS=width,
+        blocks = triton.cdiv(longest, BLOCK_ROWS)
+        partial = torch.empty(len(spans) * blocks, columns, dtype=torch.float32, device=x.device)
+        sample_blocks_kernel[(triton.cdiv(columns, COLUMNS), blocks, len(spans))](
+            x, partial, spans.cu_seqlens, columns, x.stride(0), capacity, blocks,
+            UNIT=unit, ROWS=BLOCK_ROWS, COLUMNS=COLUMNS,
         )  # fmt: skip
-        x, spans, longest = partial, blocks, blocks.max_length
+        x, longest, unit, capacity = partial, blocks, unit * BLOCK_ROWS, blocks
     if longest:
-        rows = triton.next_power_of_2(longest)
+        width = 32  # few columns a program: this pass has no other parallelism
         add_samples_kernel[(triton.cdiv(columns, width),)](
-            x, out, spans.cu_seqlens, len(spans), columns, x.stride(0), ROWS=rows, COLUMNS=width
-        )
+            x, out, spans.cu_seqlens, len(spans), columns, x.stride(0), capacity,
+            UNIT=unit, ROWS=triton.next_power_of_2(longest), COLUMNS=width, num_warps=1,
+        )  # fmt: skip

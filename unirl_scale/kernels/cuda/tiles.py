@@ -7,19 +7,23 @@ Measured on an H200 (benchmarks/gemm.py prints the table); BLOCK_K is not a choi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 GEMM_ROWS = 128
+NARROW_COLUMNS = 64
 # Time of a tile relative to a 128 x 256 one, K being equal.
 _TILE_COST = {256: 1.0, 128: 0.53, 64: 0.31}
+_WEIGHT_GRAD_COST = {256: 1.0, 128: 0.515, 64: 0.3}
 SHARED_BYTES = 225 * 1024  # of a program, less barriers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile:
-    """A persistent product kernel: 128 x n tiles with `stages` tiles of a and b in flight; a store hands over
-    `store` columns."""
+    """A persistent product kernel: 128 x n tiles with `stages` tiles of a and b in flight, each `k` deep; a
+    store hands over `store` columns."""
 
     n: int
+    k: int = 64
     stages: int
     store: int
     group_m: int = 8
@@ -27,18 +31,17 @@ class GemmTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """A decode product: w rows of the weight by k columns a step."""
+    """A decode product: 64 rows of the weight by k columns a step."""
 
-    w: int
     k: int
     stages: int
-    warps: int = 4
 
 
 def _stages(n: int, store_bytes: int) -> int:
     return min(8, (SHARED_BYTES - store_bytes) // ((GEMM_ROWS + n) * 64 * 2))
 
 
+@lru_cache(maxsize=4096)
 def gemm_tile(rows: int, columns: int, groups: int, leaves: int, out_bytes: int, programs: int) -> GemmTile:
     """The tile that finishes first: waves of programs times the cost of a tile.
 
@@ -57,15 +60,26 @@ def gemm_tile(rows: int, columns: int, groups: int, leaves: int, out_bytes: int,
     return GemmTile(n=n, stages=_stages(n, GEMM_ROWS * store * out_bytes), store=store)
 
 
+@lru_cache(maxsize=4096)
 def weight_grad_tile(rows: int, columns: int, leaves: int, programs: int) -> GemmTile:
-    """The running sum of a tile stays in shared memory in fp32, so it is at most 128 wide."""
-    del rows, leaves, programs
-    n = 128 if columns > 64 else 64
-    return GemmTile(n=n, stages=_stages(n, GEMM_ROWS * n * 4), store=n)
+    """The running sum of a tile stays in shared memory in fp32: half of it for the widest tile, whose
+    operands then come in shallow steps."""
+
+    def cost(n: int) -> float:
+        tiles = -(-rows // GEMM_ROWS) * -(-columns // n) * leaves
+        return -(-tiles // programs) * _WEIGHT_GRAD_COST[n]
+
+    n = min(_WEIGHT_GRAD_COST, key=cost)
+    k = 32 if n == 256 else 64
+    stages = min(8, (SHARED_BYTES - GEMM_ROWS * n * 4) // ((GEMM_ROWS + n) * k * 2))
+    return GemmTile(n=n, k=k, stages=stages, store=n)
 
 
-def decode_tile(block_x: int, columns: int, groups: int, programs: int) -> DecodeTile:
-    """As many bytes in flight as shared memory holds; narrow tiles where wide ones leave programs idle."""
-    w = 64 if columns * groups >= 32 * programs else 32
-    k = 128
-    return DecodeTile(w=w, k=k, stages=min(8, SHARED_BYTES // ((w + block_x) * k * 2)))
+@lru_cache(maxsize=4096)
+def decode_tile(block_x: int) -> DecodeTile:
+    """As many bytes in flight as shared memory holds, in steps as wide as leave four stages."""
+    for k in (256, 128):
+        stages = SHARED_BYTES // ((64 + block_x) * k * 2)
+        if stages >= 4:
+            break
+    return DecodeTile(k=k, stages=min(stages, 8))

@@ -9,33 +9,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # columns a program holds at once; a constant, so that a leaf is summed in one order
+WHOLE_LEAF = 16384  # widest leaf that a program holds in registers
+BLOCK = 4096  # columns it holds of a wider one
 GRAD_BLOCK = 4096
 EMBEDDING_BLOCK = 512
 
 
 @triton.jit
 def vocab_stats_kernel(
-    logits_ptr, valid_ptr, targets_ptr, stats_ptr, picked_ptr, width, leaves, BLOCK: tl.constexpr
+    logits_ptr, valid_ptr, targets_ptr, stats_ptr, picked_ptr, width, leaves,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, leaf): a pass for the maximum, a pass for the two sums (the second one hits L2)."""
+    """One program a (row, leaf). A leaf that fits in registers is read once, a wider one in two passes."""
     row, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.load(valid_ptr + leaf)
     base = logits_ptr + (row * leaves + leaf) * width
     col = tl.arange(0, BLOCK)
-    tops = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, columns, BLOCK):
-        x = tl.load(base + start + col, mask=col < columns - start, other=float("-inf"))
-        tops = tl.maximum(tops, x)
+    tops = tl.load(base + col, mask=col < columns, other=float("-inf"))
+    if not WHOLE:
+        for start in range(BLOCK, columns, BLOCK):
+            x = tl.load(base + start + col, mask=col < columns - start, other=float("-inf"))
+            tops = tl.maximum(tops, x)
     top = tl.max(tops, axis=0)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, columns, BLOCK):
-        mask = col < columns - start
-        shifted = tl.load(base + start + col, mask=mask, other=0.0) - top
-        e = tl.where(mask, tl.exp(shifted), 0.0)
-        sums += e
-        weighted += tl.where(mask, e * shifted, 0.0)
+    if WHOLE:
+        shifted = tl.where(col < columns, tops - top, 0.0)
+        sums = tl.where(col < columns, tl.exp(shifted), 0.0)
+        weighted = sums * shifted
+    else:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        weighted = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, columns, BLOCK):
+            mask = col < columns - start
+            shifted = tl.load(base + start + col, mask=mask, other=0.0) - top
+            e = tl.where(mask, tl.exp(shifted), 0.0)
+            sums += e
+            weighted += tl.where(mask, e * shifted, 0.0)
     out = stats_ptr + (row * leaves + leaf) * 3
     tl.store(out, top)
     tl.store(out + 1, tl.sum(sums, axis=0))
@@ -89,9 +97,13 @@ def vocab_stats(logits: Tensor, valid: Tensor, targets: Tensor) -> tuple[Tensor,
     picked = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         width = logits.shape[1] // leaves
+        # The order of the sums follows from the width of a leaf, which no layout changes.
+        whole = width <= WHOLE_LEAF
+        block = triton.next_power_of_2(width) if whole else BLOCK
         vocab_stats_kernel[(rows, leaves)](
-            logits, valid, targets, stats, picked, width, leaves, BLOCK=BLOCK, num_warps=4
-        )
+            logits, valid, targets, stats, picked, width, leaves,
+            WHOLE=whole, BLOCK=block, num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        )  # fmt: skip
     return stats, picked
 
 
