@@ -40,6 +40,26 @@ class Response:
     truncated: bool
 
 
+@dataclass(slots=True)
+class Counts:
+    """What one call of `generate` did.
+
+    Attributes:
+        steps: launches of the model.
+        prefilled_tokens: that ran in prefills: shared prompts once, preempted sequences again.
+        preempted: sequences that had to give their pages back.
+    """
+
+    steps: int = 0
+    prefilled_tokens: int = 0
+    preempted: int = 0
+
+    def add(self, plan: Plan) -> None:
+        self.steps += 1
+        self.prefilled_tokens += sum(len(prefix.tokens) for prefix in plan.prefills)
+        self.preempted += plan.preempted
+
+
 class Decoder:
     """Generates with one chunk that holds the whole depth of the model (rollout meshes have pp = 1).
 
@@ -49,11 +69,13 @@ class Decoder:
     Attributes:
         lag: steps that are launched before the host reads the tokens of an earlier one. With one, the host's
             work hides behind the device's, and a sequence that met its stop runs one step for nothing.
+        counts: of the last call.
     """
 
     def __init__(self, chunk: Chunk, rollout: RolloutConfig) -> None:
         self.chunk, self.ctx, self.rollout = chunk, chunk.ctx, rollout
         self.lag = 0 if chunk.ctx.device.type == "cpu" else 1
+        self.counts = Counts()
         self._step: DecodeStep | None = None
 
     def generate(
@@ -80,7 +102,8 @@ class Decoder:
             for number, tokens in enumerate(map(tuple, prompts))
         ]
         step = self._sized(requests)
-        call = _Call(step, self._scheduler(requests), uniforms, options, Stops(stops))
+        self.counts = Counts()
+        call = _Call(step, self._scheduler(requests), uniforms, options, Stops(stops), self.counts)
         call.run(self.lag)
         return call.responses(requests)
 
@@ -156,9 +179,10 @@ class _Call:
         uniforms: NDArray[np.float64],
         options: SamplingOptions,
         stops: Stops,
+        counts: Counts,
     ) -> None:
         self.step, self.scheduler, self.device = step, scheduler, step.ctx.device
-        self.uniforms, self.options, self.stops = uniforms, options, stops
+        self.uniforms, self.options, self.stops, self.counts = uniforms, options, stops, counts
         self.logprobs = np.zeros(uniforms.shape, dtype=np.float32)
         self.ended: set[int] = set()
 
@@ -176,6 +200,7 @@ class _Call:
 
     def _launch(self, plan: Plan) -> _Flight:
         requests, sampled = [], []
+        self.counts.add(plan)
         self.step.cache.copy(plan.copies)
         if plan.prefills:
             self.step.prefill(plan.prefills)
