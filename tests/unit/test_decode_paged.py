@@ -17,13 +17,17 @@ import torch
 from tests.dist.engine_ranks import GQA
 from unirl_scale.comm.groups import Group, GroupFactory
 from unirl_scale.core.config import InvarianceConfig, ModelsConfig, RolloutConfig, RunConfig
+from unirl_scale.core.errors import ShapeError
 from unirl_scale.core.load import resolve
 from unirl_scale.kernels.check import same_bits
 from unirl_scale.kernels.reference import ReferenceOps
 from unirl_scale.parallel import decode
 from unirl_scale.parallel.decode import Decoder, Stops
+from unirl_scale.parallel.decode_graph import graph_rows, padded_rows
+from unirl_scale.parallel.decode_step import DecodeStep
 from unirl_scale.parallel.kv_cache import KvCache
 from unirl_scale.parallel.samples import Sample
+from unirl_scale.parallel.sampling import SamplingOptions
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.rollout import Draw, Judged, sample
 
@@ -130,31 +134,55 @@ def test_a_sample_alone_says_what_it_says_in_its_group(plain: Outcome) -> None:
         assert alone.bits == [plain.bits[number]]
 
 
-def test_nothing_is_read_that_this_call_did_not_write(plain: Outcome) -> None:
+def test_nothing_is_read_that_was_not_written(plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     roles = roles_of(page_size=16, kv_cache_tokens=128)
     assert roles.decoder is not None
-    run(roles, prompts_of())
-    step = roles.decoder._step
-    assert step is not None
-    step.cache._storage[:, :, 1:] = torch.nan
+
+    def poisoned(pages: int) -> KvCache:
+        cache = real(pages)
+        for layer in cache.layers:
+            layer.k[1:], layer.v[1:] = torch.nan, torch.nan
+        return cache
+
+    real = roles.decoder._cache
+    monkeypatch.setattr(roles.decoder, "_cache", poisoned)
     assert run(roles, prompts_of()).bits == plain.bits
-    assert roles.decoder._step is step, "the cache is kept between calls"
 
 
-def test_the_cache_grows_with_the_batch(plain: Outcome) -> None:
-    roles = roles_of(page_size=16)
-    assert roles.decoder is not None
-    run(roles, prompts_of()[:3])
-    assert roles.decoder._step is not None
-    small = roles.decoder._step.cache.pages
-    assert run(roles, prompts_of()).bits == plain.bits
-    assert roles.decoder._step.cache.pages > small
+def test_padding_rows_change_no_bit_and_no_page(plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph runs, without the graph: every step padded to a graph's rows and to all pages."""
+    sizes = []
+
+    class Padded(DecodeStep):
+        def feed(self, rows: np.ndarray, uniforms: np.ndarray, options: SamplingOptions) -> torch.Tensor:
+            size = graph_rows(len(rows))
+            sizes.append((len(rows), size))
+            padded = padded_rows(rows, uniforms, size, width=9)
+            return super().feed(*padded, options)[:, : len(rows)]
+
+    monkeypatch.setattr(decode, "DecodeStep", Padded)
+    outcome = run(roles_of(page_size=16, kv_cache_tokens=96), prompts_of())
+    assert outcome.bits == plain.bits and all(outcome.equal)
+    assert any(rows < size for rows, size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 128), (129, 192)]
+)
+def test_graphs_come_in_a_few_sizes(rows: int, size: int) -> None:
+    assert graph_rows(rows) == size
+
+
+@pytest.mark.parametrize(("length", "rule"), [(0, "1 to 20"), (21, "1 to 20")])
+def test_prompts_that_do_not_fit_are_named(length: int, rule: str) -> None:
+    with pytest.raises(ShapeError, match=rf"prompt of {length} tokens \(sample 1\) .* takes {rule}"):
+        run(roles_of(), [(1,), (2,) * length])
 
 
 def test_no_prompt_no_answer() -> None:
     decoder: Decoder | None = roles_of().decoder
     assert decoder is not None
-    assert decoder.generate([], np.zeros((0, 3)), decode.SamplingOptions(), [], 3) == []
+    assert decoder.generate([], np.zeros((0, 3)), SamplingOptions(), [], 3) == []
 
 
 @pytest.mark.parametrize(
@@ -176,14 +204,12 @@ def test_a_wrong_table_entry_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry of one sequence points at the page of another, once."""
     real, wrong = decode.rows_array, []
 
-    def rows_array(places: Sequence[int], lengths: Sequence[int], table: np.ndarray) -> np.ndarray:
-        rows = real(places, lengths, table)
+    def rows_array(numbers: Sequence[int], lengths: Sequence[int], table: np.ndarray) -> np.ndarray:
         if not wrong and lengths[0] > 17:
-            rows[0, decode_columns] = rows[1, decode_columns]
-            wrong.append(places[0] - 1)
-        return rows
+            table[0, 0] = table[1, 0]
+            wrong.append(numbers[0])
+        return real(numbers, lengths, table)
 
-    decode_columns = 2
     monkeypatch.setattr(decode, "rows_array", rows_array)
     outcome = run(roles_of(page_size=16), prompts_of(size=1))
     assert wrong and not outcome.equal[wrong[0]]

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unirl_scale.core.config import RolloutConfig
+from unirl_scale.core.errors import ShapeError
 from unirl_scale.parallel.chunk import Chunk
+from unirl_scale.parallel.decode_graph import DecodeGraphs
 from unirl_scale.parallel.decode_step import DecodeStep, rows_array
 from unirl_scale.parallel.kv_cache import KvCache, PageAllocator
 from unirl_scale.parallel.sampling import SamplingOptions
@@ -64,7 +66,7 @@ class Decoder:
     """Generates with one chunk that holds the whole depth of the model (rollout meshes have pp = 1).
 
     Args:
-        rollout: sizes of cache, batch and prefill.
+        rollout: sizes of prompts, cache, batch and prefill.
 
     Attributes:
         lag: steps that are launched before the host reads the tokens of an earlier one. With one, the host's
@@ -74,9 +76,10 @@ class Decoder:
 
     def __init__(self, chunk: Chunk, rollout: RolloutConfig) -> None:
         self.chunk, self.ctx, self.rollout = chunk, chunk.ctx, rollout
+        self.max_tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
         self.lag = 0 if chunk.ctx.device.type == "cpu" else 1
         self.counts = Counts()
-        self._step: DecodeStep | None = None
+        self._graphs: DecodeGraphs | None = None
 
     def generate(
         self,
@@ -93,6 +96,9 @@ class Decoder:
             uniforms: [B, max_new], one number a (sample, position).
             stops: token sequences that end a response.
             max_new: most tokens of a response.
+
+        Raises:
+            ShapeError: a prompt is empty, or too long for the model's positions.
         """
         if not prompts:
             return []
@@ -101,11 +107,20 @@ class Decoder:
             Request(number, tokens, groups.setdefault(tokens, len(groups)), max_new)
             for number, tokens in enumerate(map(tuple, prompts))
         ]
-        step = self._sized(requests)
+        self._check(requests)
         self.counts = Counts()
-        call = _Call(step, self._scheduler(requests), uniforms, options, Stops(stops), self.counts)
-        call.run(self.lag)
+        call = _Call(self._steps(requests), self._scheduler(requests), uniforms, options, Stops(stops))
+        call.run(self.lag, self.counts)
         return call.responses(requests)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not 0 < len(request.prompt) <= self.max_tokens - request.max_new:
+                raise ShapeError(
+                    f"generate: got a prompt of {len(request.prompt)} tokens (sample {request.number}) and "
+                    f"{request.max_new} new ones; takes 1 to {self.max_tokens - request.max_new}: "
+                    f"rollout.max_prompt_tokens + max_response_tokens = {self.max_tokens} in all"
+                )
 
     # ---- sizes ------------------------------------------------------------------------------------
     def _scheduler(self, requests: Sequence[Request]) -> Scheduler:
@@ -129,23 +144,30 @@ class Decoder:
         needs = sorted((pages_for(len(r.prompt) + r.max_new, size) for r in requests), reverse=True)
         return sum(needs[: self._running(requests)])
 
-    def _sized(self, requests: Sequence[Request]) -> DecodeStep:
-        """Device memory for these requests: what is there already, if it is large enough."""
-        pages, step = self._pages(requests), self._step
-        if step is None or step.cache.pages < pages or step.requests < len(requests):
-            self._step = None  # frees the old cache before the new one is made
-            model, ctx = self.chunk.model, self.ctx
-            cache = KvCache(
-                layers=model.num_layers,
-                pages=pages,
-                page_size=self.rollout.page_size,
-                kv_heads=len(ctx.local_leaves) * model.num_kv_heads // ctx.leaves,
-                head_dim=model.head_dim,
-                dtype=ctx.dtype,
-                device=ctx.device,
-            )
-            step = self._step = DecodeStep(self.chunk, cache, len(requests))
-        return step
+    def _steps(self, requests: Sequence[Request]) -> DecodeStep | DecodeGraphs:
+        """The device side for these requests. Graphs hold addresses, so they and their cache are kept while
+        they are large enough."""
+        pages, running = self._pages(requests), min(self._running(requests), len(requests))
+        if self._graphs is not None and self._graphs.fits(pages, len(requests), running):
+            return self._graphs
+        self._graphs = None  # frees the old cache before the new one is made
+        step = DecodeStep(self.chunk, self._cache(pages), len(requests))
+        if not self.rollout.cuda_graphs or self.ctx.device.type != "cuda":
+            return step
+        self._graphs = DecodeGraphs(step, running, pages_for(self.max_tokens, self.rollout.page_size))
+        return self._graphs
+
+    def _cache(self, pages: int) -> KvCache:
+        model, ctx = self.chunk.model, self.ctx
+        return KvCache(
+            layers=model.num_layers,
+            pages=pages,
+            page_size=self.rollout.page_size,
+            kv_heads=len(ctx.local_leaves) * model.num_kv_heads // ctx.leaves,
+            head_dim=model.head_dim,
+            dtype=ctx.dtype,
+            device=ctx.device,
+        )
 
 
 class Stops:
@@ -168,30 +190,46 @@ class _Flight:
     sampled: Tensor
     arrived: torch.Event | None
 
+    @classmethod
+    def of(cls, requests: list[Request], sampled: Tensor) -> _Flight:
+        """Start the copy to the host."""
+        if sampled.device.type == "cpu":
+            return cls(requests, sampled, None)
+        host, arrived = sampled.to("cpu", non_blocking=True), torch.Event(sampled.device)
+        arrived.record()
+        return cls(requests, host, arrived)
+
+    def landed(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Tokens and log-probs, waited for."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens, bits = self.sampled.numpy()
+        return tokens, bits.view(np.float32)
+
 
 class _Call:
     """One `generate`: plan, launch, read, until all requests have ended."""
 
     def __init__(
         self,
-        step: DecodeStep,
+        steps: DecodeStep | DecodeGraphs,
         scheduler: Scheduler,
         uniforms: NDArray[np.float64],
         options: SamplingOptions,
         stops: Stops,
-        counts: Counts,
     ) -> None:
-        self.step, self.scheduler, self.device = step, scheduler, step.ctx.device
-        self.uniforms, self.options, self.stops, self.counts = uniforms, options, stops, counts
+        self.steps, self.scheduler = steps, scheduler
+        self.uniforms, self.options, self.stops = uniforms, options, stops
         self.logprobs = np.zeros(uniforms.shape, dtype=np.float32)
         self.ended: set[int] = set()
 
-    def run(self, lag: int) -> None:
+    def run(self, lag: int, counts: Counts) -> None:
         """Returns when every request has ended and all tokens have arrived."""
         flying: deque[_Flight] = deque()
         while True:
             plan = self.scheduler.plan()
             if not plan.empty:
+                counts.add(plan)
                 flying.append(self._launch(plan))
             elif not flying:
                 return
@@ -200,47 +238,32 @@ class _Call:
 
     def _launch(self, plan: Plan) -> _Flight:
         requests, sampled = [], []
-        self.counts.add(plan)
-        self.step.cache.copy(plan.copies)
+        self.steps.copy(plan.copies)
         if plan.prefills:
-            self.step.prefill(plan.prefills)
+            self.steps.prefill(plan.prefills)
         if plan.starts:
             starting = [start.request for start in plan.starts]
             hidden = [start.prefix.last_hidden for start in plan.starts]
             noise = self._noise(starting, [start.position for start in plan.starts])
-            sampled.append(self.step.start([r.number + 1 for r in starting], hidden, noise, self.options))
+            sampled.append(self.steps.start([r.number for r in starting], hidden, noise, self.options))
             requests += starting
         if plan.rows:
-            advancing = [row.request for row in plan.rows]
-            numbers = [r.number for r in advancing]
-            rows = rows_array(
-                [n + 1 for n in numbers], [row.length for row in plan.rows], self.scheduler.table[numbers]
-            )
-            noise = self._noise(advancing, [row.position for row in plan.rows])
-            sampled.append(self.step.advance(self._to_device(rows), noise, self.options))
-            requests += advancing
-        return self._fetch(requests, sampled[0] if len(sampled) == 1 else torch.cat(sampled, dim=1))
+            fed = [row.request for row in plan.rows]
+            numbers, lengths = [r.number for r in fed], [row.length for row in plan.rows]
+            rows = rows_array(numbers, lengths, self.scheduler.table[numbers])
+            noise = self._noise(fed, [row.position for row in plan.rows])
+            sampled.append(self.steps.feed(rows, noise, self.options))
+            requests += fed
+        return _Flight.of(requests, sampled[0] if len(sampled) == 1 else torch.cat(sampled, dim=1))
 
-    def _noise(self, requests: Sequence[Request], positions: Sequence[int]) -> Tensor:
-        return self._to_device(self.uniforms[[r.number for r in requests], positions])
-
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        host = torch.from_numpy(array)
-        return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
-
-    def _fetch(self, requests: list[Request], sampled: Tensor) -> _Flight:
-        if self.device.type == "cpu":
-            return _Flight(requests, sampled, None)
-        host, arrived = sampled.to("cpu", non_blocking=True), torch.Event(self.device)
-        arrived.record()
-        return _Flight(requests, host, arrived)
+    def _noise(self, requests: Sequence[Request], positions: Sequence[int]) -> NDArray[np.float64]:
+        noise: NDArray[np.float64] = self.uniforms[[r.number for r in requests], positions]
+        return noise
 
     def _record(self, flight: _Flight) -> None:
         """Append each token to its response; whoever met a stop leaves."""
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
-        tokens, bits = flight.sampled.numpy()
-        for request, token, logprob in zip(flight.requests, tokens.tolist(), bits.view(np.float32)):
+        tokens, logprobs = flight.landed()
+        for request, token, logprob in zip(flight.requests, tokens.tolist(), logprobs):
             if request.number in self.ended:
                 continue  # sampled before the host had seen the stop
             self.logprobs[request.number, len(request.said)] = logprob

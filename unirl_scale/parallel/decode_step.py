@@ -20,8 +20,8 @@ from unirl_scale.parallel.kv_cache import CachedRows, KvCache
 from unirl_scale.parallel.sampling import SamplingOptions, choose
 from unirl_scale.parallel.scheduler import Prefix
 
-HEAD_COLUMNS = 2  # of a row of a step: the sequence's place in `last_tokens`, its length; then its pages
-NOBODY = 0  # the place in `last_tokens` of padding rows
+HEAD_COLUMNS = 2  # of a row of a step: place of the sequence in `last_tokens`, length; then its pages
+NOBODY = 0  # the place of padding rows; sequence i has place i + 1
 
 
 class DecodeStep:
@@ -29,7 +29,7 @@ class DecodeStep:
 
     Args:
         chunk: the whole depth of the model (rollout meshes have pp = 1).
-        requests: most sequences of a call; sequence i keeps its last token at place i + 1.
+        requests: most sequences of a call.
     """
 
     def __init__(self, chunk: Chunk, cache: KvCache, requests: int) -> None:
@@ -40,34 +40,55 @@ class DecodeStep:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         """Run whole prefixes, packed; fills their pages and `last_hidden`."""
-        device, size = self.ctx.device, self.cache.page_size
-        spans = Spans.of([len(p.tokens) for p in prefixes], device)
+        size, spans = self.cache.page_size, Spans.of([len(p.tokens) for p in prefixes], self.ctx.device)
         positions = [np.arange(n) for n in spans.lengths]
         slots = [np.asarray(p.pages)[at // size] * size + at % size for p, at in zip(prefixes, positions)]
         ids = np.fromiter((t for p in prefixes for t in p.tokens), dtype=np.int64, count=spans.total)
-        rope = self.chunk.rope.at(torch.from_numpy(np.concatenate(positions)).to(device))
-        rows = torch.from_numpy(np.concatenate(slots)).to(device)
-        x = self.embedding.lookup(torch.from_numpy(ids).to(device))
+        rope = self.chunk.rope.at(self._upload(np.concatenate(positions)))
+        rows = self._upload(np.concatenate(slots))
+        x = self.embedding.lookup(self._upload(ids))
         for block, pages in zip(self.chunk.blocks, self.cache.layers):
             x, k, v = block.prefill(x, spans, rope)
             pages.write(rows, k, v)
-        last = x.index_select(0, torch.tensor(spans.offsets[1:], device=device) - 1)
+        last = x.index_select(0, self._upload(np.array(spans.offsets[1:]) - 1))
         for prefix, hidden in zip(prefixes, last):
             prefix.last_hidden = hidden
 
-    def start(
-        self, places: Sequence[int], hidden: Sequence[Tensor], uniforms: Tensor, options: SamplingOptions
-    ) -> Tensor:
-        """The first tokens after prefixes: place and last hidden row of each. -> as `advance`."""
-        return self._sample(
-            torch.tensor(places, device=self.ctx.device), torch.stack(list(hidden)), uniforms, options
-        )
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to)."""
+        self.cache.copy(pairs)
 
-    def advance(self, rows: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
-        """Feed every row's last token and sample the next.
+    def start(
+        self,
+        numbers: Sequence[int],
+        hidden: Sequence[Tensor],
+        uniforms: NDArray[np.float64],
+        options: SamplingOptions,
+    ) -> Tensor:
+        """Sample what follows prefixes.
 
         Args:
-            rows: int32 [B, HEAD_COLUMNS + N]: place, length with the token that is fed, pages.
+            numbers: the sequences.
+            hidden: the last hidden row [H] of each one's prefix.
+            uniforms: [B].
+
+        Returns:
+            As `advance`.
+        """
+        places = self._upload(np.asarray(numbers) + 1)
+        return self._sample(places, torch.stack(list(hidden)), self._upload(uniforms), options)
+
+    def feed(
+        self, rows: NDArray[np.int32], uniforms: NDArray[np.float64], options: SamplingOptions
+    ) -> Tensor:
+        """`advance` from the host's arrays."""
+        return self.advance(self._upload(rows), self._upload(uniforms), options)
+
+    def advance(self, rows: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
+        """Feed every row's last token and sample the next; reads nothing back to the host.
+
+        Args:
+            rows: int32 [B, HEAD_COLUMNS + N] of `rows_array`.
             uniforms: fp64 [B].
 
         Returns:
@@ -80,6 +101,15 @@ class DecodeStep:
         for block, pages in zip(self.chunk.blocks, self.cache.layers):
             x = block.decode(x, rope, pages, at)
         return self._sample(places, x, uniforms, options)
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        """To the device without waiting for what runs there."""
+        host = torch.from_numpy(array)
+        return (
+            host
+            if self.ctx.device.type == "cpu"
+            else host.pin_memory().to(self.ctx.device, non_blocking=True)
+        )
 
     def _sample(self, places: Tensor, hidden: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
         """hidden [B, H]; every tp rank chooses the same tokens and keeps them."""
@@ -96,7 +126,14 @@ class DecodeStep:
         return torch.stack((tokens.to(torch.int32), logprobs.view(torch.int32)))
 
 
-def rows_array(places: Sequence[int], lengths: Sequence[int], table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The `rows` of a step on the host; table [B, N]."""
-    head = np.array((places, lengths), dtype=np.int32).T
+def rows_array(numbers: Sequence[int], lengths: Sequence[int], table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The `rows` of `DecodeStep.advance`.
+
+    Args:
+        numbers: the sequences.
+        lengths: tokens of each, with the one that is fed.
+        table: [B, N], pages of each.
+    """
+    head = np.array((numbers, lengths), dtype=np.int32).T
+    head[:, 0] += 1
     return np.concatenate((head, table), axis=1)
