@@ -117,6 +117,21 @@ def test_decode_notices_a_wrong_table_entry_and_a_page_that_cuts_a_tile(ops: Any
         ops.attention_decode(last.bfloat16(), k_pages, k_pages, table, length, 0.2)
 
 
+@pytest.mark.parametrize("columns", [1, 37, 4096, 9000])
+def test_sampling_has_the_choices_of_the_truth(ops: Any, random: Any, columns: int) -> None:
+    truth, rows = ReferenceOps(), 5
+    uniforms = torch.linspace(0, 1 - 2**-53, rows, dtype=torch.float64)
+    spread = 3 * random(rows, columns + 3)[:, :columns]  # rows lie apart
+    some = torch.where(random(rows, columns) > 0.5, 0.0, -torch.inf)  # equal likelihoods or none
+    some[:, columns // 2] = 0.0
+    for logits in (spread, some, torch.zeros(rows, columns)):
+        got = ops.sample(logits, uniforms)
+        assert torch.equal(got, truth.sample(logits, uniforms))
+        assert torch.equal(ops.sample(logits[3:4].clone(), uniforms[3:4]), got[3:4])
+    if columns > 1:
+        assert len(set(ops.sample(torch.zeros(rows, columns), uniforms).tolist())) > 1
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 65])
 def test_sums_have_the_bits_of_the_truth(ops: Any, random: Any, n: int) -> None:
     truth, leaves = ReferenceOps(), random(n, 3, 7) * torch.exp(3 * random(n, 3, 7))

@@ -192,6 +192,13 @@ class _Probe:
                 lambda t: self.ops.vocab_stats(t, 2, [width, width], none[: t.shape[0]])[0], logits, stats
             ),
         )
+        third = torch.full((150,), 1 / 3, dtype=torch.float64, device=self.device)
+        yield (
+            "sample: rows",
+            self._rows_hold(
+                lambda t: self.ops.sample(t, third[: t.shape[0]]), logits, self.ops.sample(logits, third)
+            ),
+        )
         half = self.ops.vocab_stats(logits[:, width:].contiguous(), 1, [width], none)[0]
         yield "vocab_stats: leaves", same_bits(half, stats[:, 1:].contiguous())
 

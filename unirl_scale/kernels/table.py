@@ -25,6 +25,8 @@ from torch import Tensor
 
 from unirl_scale.kernels.spans import Spans
 
+SAMPLE_SCALE = 2.0**40  # units of a likelihood of 1; sums over 2^22 tokens stay exact in int64
+
 # A node is the half-open range of *local* leaf indices it sums, e.g. ((0, 2), (2, 3)).
 Nodes = Sequence[tuple[int, int]]
 
@@ -167,6 +169,21 @@ class OpTable(Protocol):
         """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) w.r.t. logits, fp32 [T, L*v]:
         p = exp(x - lse); grad_logprob * (1[target] - p) - grad_entropy * p * (x - lse + entropy);
         padded columns get 0."""
+        ...
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """One token a row, drawn by integers, so that sums are exact in any order.
+
+        With w = floor(exp(x - max x) * SAMPLE_SCALE) and t = floor(u * sum w), at most sum w - 1: the first
+        token at which the running sum of w passes t.
+
+        Args:
+            logits: fp32 [B, V], a finite one in every row; -inf excludes a token. Rows are contiguous.
+            uniforms: fp64 [B] in [0, 1).
+
+        Returns:
+            int64 [B].
+        """
         ...
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -118,7 +118,7 @@ class DecodeStep:
         logits = self.head.logits(normed, 1.0 if greedy else self.chunk.inv_temperature)
         leaves = len(self.ctx.local_leaves)
         everyone = self.ctx.all_gather_leaves(logits.view(logits.shape[0], leaves, -1)).flatten(1)
-        tokens = choose(everyone[:, : self.chunk.model.vocab_size], uniforms, options)
+        tokens = choose(self.ctx.ops, everyone[:, : self.chunk.model.vocab_size], uniforms, options)
         logprobs = torch.zeros_like(tokens, dtype=torch.float32)
         if not greedy:
             logprobs, _, _ = self.head.score(logits, tokens)

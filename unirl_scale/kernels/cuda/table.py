@@ -15,6 +15,7 @@ from unirl_scale.kernels.cuda import (
     norm,
     optimizer,
     pointwise,
+    sampling,
     sums,
     vocab,
 )
@@ -31,7 +32,7 @@ from unirl_scale.kernels.cuda.shapes import (
 )
 from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
-from unirl_scale.kernels.table import Nodes
+from unirl_scale.kernels.table import SAMPLE_SCALE, Nodes
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -320,6 +321,21 @@ class CudaOps:
         if key not in self._valid:
             self._valid[key] = vocab.valid_columns(valid, device)
         return self._valid[key]
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        expect(
+            logits.dim() == 2
+            and logits.dtype == torch.float32
+            and logits.stride(1) == 1
+            and uniforms.shape == logits.shape[:1]
+            and uniforms.dtype == torch.float64
+            and uniforms.is_contiguous(),
+            "sample",
+            "takes logits fp32 [B, V] with contiguous rows, uniforms fp64 [B]",
+            logits,
+            uniforms,
+        )
+        return sampling.sample(logits, uniforms, SAMPLE_SCALE)
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
         expect(
