@@ -141,7 +141,7 @@ class Roles:
         rope = Rope.table(model, self.max_tokens + context.leaves, self.device)
         layers = chunk_ranges(model.num_layers, 1)[0]
         chunk = Chunk(model, context, "lm", layers, rope, inv_temperature=self.inv_temperature)
-        return Decoder(chunk, self.max_tokens), self._reshard("rollout", [chunk])
+        return Decoder(chunk, self.cfg.rollout), self._reshard("rollout", [chunk])
 
     def _reshard(self, target: str, chunks: Sequence[Chunk]) -> Reshard:
         model, invariance = self.cfg.model.actor, self.cfg.invariance

@@ -15,6 +15,7 @@ from unirl_scale.kernels.cuda import (
     norm,
     optimizer,
     pointwise,
+    sampling,
     sums,
     vocab,
 )
@@ -29,8 +30,9 @@ from unirl_scale.kernels.cuda.shapes import (
     expect_heads,
     expect_vocab,
 )
+from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
-from unirl_scale.kernels.table import Nodes
+from unirl_scale.kernels.table import SAMPLE_SCALE, Nodes
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -269,24 +271,19 @@ class CudaOps:
         return attention_dx_kernels.attention_dx(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        expect(
-            q.dim() == 3
-            and k_cache.dim() == 4
-            and k_cache.shape == v_cache.shape
-            and k_cache.shape[0] == q.shape[0] == lengths.shape[0]
-            and k_cache.shape[3] == q.shape[2]
-            and q.shape[1] % k_cache.shape[2] == 0,
-            "attention_decode",
-            "q [B, h, d], caches [B, S, hk, d] with hk dividing h, lengths [B]",
-            q,
-            k_cache,
-            v_cache,
-            lengths,
-        )
-        expect_heads("attention_decode", q, k_cache, v_cache)
-        return attention_kernels.attention_decode(q, k_cache, v_cache, lengths, scale)
+        tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
+        check_pages(q, k_pages, v_pages, block_table, lengths, tile)
+        expect(block_table.stride(1) == 1, "attention_decode", "block_table rows are contiguous", block_table)
+        expect_heads("attention_decode", q, k_pages, v_pages)
+        return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
 
     def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
@@ -324,6 +321,21 @@ class CudaOps:
         if key not in self._valid:
             self._valid[key] = vocab.valid_columns(valid, device)
         return self._valid[key]
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        expect(
+            logits.dim() == 2
+            and logits.dtype == torch.float32
+            and logits.stride(1) == 1
+            and uniforms.shape == logits.shape[:1]
+            and uniforms.dtype == torch.float64
+            and uniforms.is_contiguous(),
+            "sample",
+            "takes logits fp32 [B, V] with contiguous rows, uniforms fp64 [B]",
+            logits,
+            uniforms,
+        )
+        return sampling.sample(logits, uniforms, SAMPLE_SCALE)
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
         expect(
