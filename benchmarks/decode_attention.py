@@ -17,15 +17,18 @@ from benchmarks.gemm import BYTES_PER_US, random
 from unirl_scale.kernels.cuda.table import CudaOps
 from unirl_scale.kernels.spans import Spans
 
+PAGE = 64  # rollout.page_size's default
+
 
 def decode_row(
     ops: CudaOps, batch: int, heads: int, kv_heads: int, length: int, width: int
 ) -> dict[str, Any]:
-    """Every sample has `length` tokens; the floor is reading its K and V once."""
-    q = random(batch, heads, width)
-    k, v = random(batch, length, kv_heads, width), random(batch, length, kv_heads, width)
+    """Every sample has `length` tokens in scattered pages; the floor is reading its K and V once."""
+    q, pages = random(batch, heads, width), batch * -(-length // PAGE)
+    k, v = random(pages, PAGE, kv_heads, width), random(pages, PAGE, kv_heads, width)
+    table = torch.randperm(pages, device="cuda").view(batch, -1).to(torch.int32)
     lengths = torch.full((batch,), length, device="cuda")
-    (us,) = interleaved_us([graph_of(lambda: ops.attention_decode(q, k, v, lengths, width**-0.5))])
+    (us,) = interleaved_us([graph_of(lambda: ops.attention_decode(q, k, v, table, lengths, width**-0.5))])
     floor = 2 * 2 * batch * length * kv_heads * width / BYTES_PER_US
     name = f"attention_decode B{batch} h{heads}/{kv_heads} S{length} d{width}"
     return {"op": name, "us": us, "floor us": floor, "of floor": floor / us}

@@ -1,5 +1,4 @@
-"""The transformer again, as plainly as torch allows: fp64, autograd, no parallelism. Truth for the engine's
-tests."""
+"""The transformer again, as plainly as torch allows: autograd, one rank. Truth in fp64, a peer in fp32."""
 
 from __future__ import annotations
 
@@ -30,10 +29,9 @@ def _norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 def _rope(x: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None] * theta ** (
-        -torch.arange(half, dtype=x.dtype) / half
-    )
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[0], dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 

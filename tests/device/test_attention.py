@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.device.checks import assert_close, same_bits
 from tests.device.conftest import Random
+from tests.paging import paged
 from unirl_scale.kernels.spans import Spans
 
 pytestmark = pytest.mark.cuda
@@ -111,23 +112,29 @@ def test_decode_has_the_bits_of_training_at_every_length(
     o, _ = ops.attention(q, k, v, spans, scale)
     for back in (0, 1, 5):  # the last token, and earlier ones as decode met them
         kept = [(i, n - back) for i, n in enumerate(lengths) if n > back]
-        caches = [
-            torch.full((len(kept), 300, 2, width), torch.nan, dtype=dtype, device="cuda") for _ in range(2)
-        ]
-        rows = []
-        for slot, (i, n) in enumerate(kept):
-            start = spans.offsets[i]
-            caches[0][slot, :n], caches[1][slot, :n] = k[start : start + n], v[start : start + n]
-            rows.append(start + n - 1)
-        length = torch.tensor([n for _, n in kept], device="cuda")
-        got = ops.attention_decode(q[rows], *caches, length, scale)
-        assert same_bits(got, o[rows])
-        # A batch of one, in a smaller cache.
-        n = kept[-1][1]
-        alone = ops.attention_decode(
-            q[rows[-1:]], caches[0][-1:, :n].clone(), caches[1][-1:, :n].clone(), length[-1:], scale
+        short = [n for _, n in kept]
+        k_kept, v_kept = (
+            torch.cat([t[spans.offsets[i] : spans.offsets[i] + n] for i, n in kept]) for t in (k, v)
         )
-        assert same_bits(alone, o[rows[-1:]])
+        rows = [spans.offsets[i] + n - 1 for i, n in kept]
+        length = torch.tensor(short, device="cuda")
+        for page in (16, 64, 256):
+            (k_pages, table), (v_pages, _) = (paged(t, short, page) for t in (k_kept, v_kept))
+            got = ops.attention_decode(q[rows], k_pages, v_pages, table, length, scale)
+            assert same_bits(got, o[rows])
+            alone = ops.attention_decode(q[rows[-1:]], k_pages, v_pages, table[-1:], length[-1:], scale)
+            assert same_bits(alone, o[rows[-1:]])
+
+
+def test_decode_notices_a_wrong_table_entry(ops: Any, random: Random) -> None:
+    """Negative control."""
+    q, k, v, _, spans, scale = _inputs(random, ([300], 2, 1, 64), torch.bfloat16)
+    o, _ = ops.attention(q, k, v, spans, scale)
+    (k_pages, table), (v_pages, _) = (paged(t, [300], 64) for t in (k, v))
+    length = torch.tensor([300], device="cuda")
+    assert same_bits(ops.attention_decode(q[-1:], k_pages, v_pages, table, length, scale), o[-1:])
+    table[0, 1] = table[0, 3]
+    assert not same_bits(ops.attention_decode(q[-1:], k_pages, v_pages, table, length, scale), o[-1:])
 
 
 def test_a_neighbour_of_nan_stays_a_neighbour(ops: Any, random: Random) -> None:

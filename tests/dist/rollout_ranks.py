@@ -28,6 +28,7 @@ class Run:
     Attributes:
         ids: global sample ids; they and nothing else say which noise a sample gets.
         stops: token sequences that end a response.
+        group: samples a prompt; PROMPTS samples in all.
         nudged: one mantissa bit of one weight of the rollout copy is flipped after the copy.
     """
 
@@ -37,6 +38,7 @@ class Run:
     ids: Sequence[int] = range(100, 100 + PROMPTS)
     greedy: bool = False
     stops: tuple[tuple[int, ...], ...] = ((0,), (7,))
+    group: int = 1
     nudged: bool = False
 
 
@@ -88,6 +90,7 @@ def sample_and_score(groups: GroupFactory, run: Run) -> Outcome:
         rng = random.Random(5)
         lengths = [rng.randrange(1, 12) for _ in range(PROMPTS)]
         prompts = [tuple(rng.randrange(GQA.vocab_size) for _ in range(n)) for n in lengths]
+        prompts = [prompts[i - i % run.group] for i in range(PROMPTS)]
         roles.refresh_rollout()
         if run.nudged and roles.decoder is not None:
             weight = roles.decoder.chunk.weights["layers.0.ffn_down"]

@@ -74,6 +74,20 @@ def test_any_rollout_mesh_gives_the_bits_of_one_rank(sampled, actor, rollout) ->
     assert all(outcome.equal)
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [MeshConfig(tp=2), MeshConfig(tp=3, dp=2), MeshConfig(tp=1, dp=4)],
+    ids=["tp2", "tp3dp2", "dp4"],
+)
+def test_groups_in_a_cache_for_one_sequence_give_the_bits_of_one_rank(sampled, rollout) -> None:
+    """Prompts of a group are shared, and cut by data-parallel ranks; every other sequence is preempted."""
+    expected = sampled(Run(cfg=rollout_config(), group=3))
+    small = rollout_config(rollout=rollout, page_size=16, kv_cache_tokens=64, prefill_tokens=8)
+    outcome = sampled(Run(cfg=small, group=3))
+    assert outcome.bits == expected.bits
+    assert all(outcome.equal)
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_wave_size_changes_no_bit(sampled, batch_size) -> None:
     expected = sampled(Run(cfg=rollout_config()))

@@ -132,6 +132,23 @@ def test_the_defaults_are_legal() -> None:
         ),
         (["eval.every=2"], "eval.every: got 2; needs eval.num_prompts", ["eval.num_prompts=8"]),
         (["run_dir=''"], 'run_dir: got ""; must name a directory', ["run_dir=runs/x"]),
+        (
+            ["rollout.page_size=48"],
+            "rollout.page_size: got 48; must be a power of two, so that it divides the kernels' key tiles or "
+            "holds whole ones; hint: 32 or 64",
+            ["rollout.page_size=32"],
+        ),
+        (
+            ["rollout.kv_cache_tokens=100"],
+            "rollout.kv_cache_tokens: got 100; must hold max_prompt_tokens + max_response_tokens = 96 tokens "
+            "in pages of 64; hint: 128 or more, or 0",
+            ["rollout.kv_cache_tokens=128"],
+        ),
+        (
+            ["rollout.kv_cache_tokens=100", "rollout.max_response_tokens=64"],
+            "rollout.kv_cache_tokens: got 100",
+            ["rollout.kv_cache_tokens=0"],
+        ),
         (["rollout.stop=['']"], "rollout.stop: got", ["rollout.stop=[]"]),
         (["stages=[]"], "stages: got []; must have at least one stage", ["stages=[{}]"]),
         (["task={}"], "task.name: got null; must name the plug-in", ["task={name: x}"]),
@@ -214,6 +231,9 @@ def test_a_legal_configuration_stays_legal_when_resolved() -> None:
         ("stages.0.optim.betas=[0.9, 1]", "must be >= 0 and < 1; hint: a value below 1"),
         ("rollout.top_p=0", "must be > 0 and <= 1; hint: a value above 0"),
         ("rollout.top_p=1.5", "must be > 0 and <= 1; hint: 1 is the largest"),
+        ("rollout.page_size=0", "must be >= 1; hint: 1 is the smallest"),
+        ("rollout.kv_cache_tokens=-1", "must be >= 0; hint: 0 is the smallest"),
+        ("rollout.prefill_tokens=0", "must be >= 1; hint: 1 is the smallest"),
         ("rollout.temperature=-1", "must be >= 0; hint: 0 is the smallest"),
         ("mesh.actor.pipeline_split=[0, 2]", "must be >= 1; hint: 1 is the smallest"),
         (

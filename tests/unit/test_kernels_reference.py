@@ -140,6 +140,23 @@ def test_blocked_products_are_row_and_leaf_invariant(dtype, columns) -> None:
         assert same_bits(own[0], every[leaf])
 
 
+def test_no_product_is_handed_to_a_matrix_vector_kernel(ops, monkeypatch) -> None:
+    """BLAS has other kernels, with other bits, for one row or one column (a value head, a decode step)."""
+    seen, mm = [], torch.mm
+
+    def recorded(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+        seen.append((a.shape[0], b.shape[1]))
+        return mm(a, b, **out)
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    x, w = normal(1, K, seed=0), normal(1, 1, K, seed=1)
+    assert error(ops.linear(x, w), x.double() @ w[0].double().t()) < 1e-6
+    ops.row_linear_nodes(normal(1, L * N, seed=2), normal(L, K, N, seed=3), ((0, L),))
+    ops.linear_dx_nodes(normal(1, L * N, seed=2), normal(L, N, K, seed=3), ((0, L),))
+    ops.row_linear_dx(x, normal(L, K, N, seed=3))
+    assert len(seen) == 1 + 3 * L and min(min(shape) for shape in seen) >= 16
+
+
 # ---- sums -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 31, 33])
 def test_tree_sum_is_the_canonical_tree(ops, count) -> None:
@@ -263,20 +280,21 @@ def test_attention_of_a_sample_and_a_head_does_not_depend_on_the_others(ops, dty
                 assert same_bits(got, whole[a:b, heads])
 
 
-@pytest.mark.parametrize("garbage", [0.0, 3e4])
+@pytest.mark.parametrize("garbage", [0.0, 3e4, torch.nan])
 def test_decode_has_the_bits_of_the_training_row_at_every_position(ops, dtype, garbage) -> None:
     """What a cache holds past a sample's end does not matter."""
     q = normal(T, HEADS, D, seed=0, dtype=dtype)
     k, v = normal(T, KV_HEADS, D, seed=1, dtype=dtype), wide(T, KV_HEADS, D, seed=2, dtype=dtype)
     o, _ = ops.attention(q, k, v, SPANS, D**-0.5)
-    caches = [torch.full((4, 71, KV_HEADS, D), garbage, dtype=dtype) for _ in range(2)]
+    caches = [torch.full((4, 96, KV_HEADS, D), garbage, dtype=dtype) for _ in range(2)]
     for position in range(70):
         alive = [b for b, n in enumerate(LENGTHS) if position < n]
         rows = [SPANS.offsets[b] + position for b in alive]
         for t, cache in zip((k, v), caches):
             cache[alive, position] = t[rows]
         lengths = torch.full((len(alive),), position + 1)
-        got = ops.attention_decode(q[rows], caches[0][alive], caches[1][alive], lengths, D**-0.5)
+        one_page_each = torch.tensor(alive, dtype=torch.int32).unsqueeze(1)
+        got = ops.attention_decode(q[rows], *caches, one_page_each, lengths, D**-0.5)
         assert same_bits(got, o[rows]), position
 
 
@@ -379,7 +397,7 @@ def everything(ops: ReferenceOps) -> list[Tensor]:
     o, lse = ops.attention(q, k, k, SPANS, 0.3)
     targets = torch.randint(0, 25, (T,), generator=torch.Generator().manual_seed(6))
     stats, picked = ops.vocab_stats(dy, L, [20, 20, 9], targets)
-    cache = normal(2, 50, KV_HEADS, D, seed=7)
+    cache, table = normal(4, 32, KV_HEADS, D, seed=7), torch.tensor([[3, 9], [0, 2]], dtype=torch.int32)
     return [
         ops.linear(x, w),
         ops.linear(x, w[:1, :1]),
@@ -389,7 +407,7 @@ def everything(ops: ReferenceOps) -> list[Tensor]:
         o,
         lse,
         *ops.attention_dx(q, q, k, k, o, lse, SPANS, 0.3),
-        ops.attention_decode(q[:2], cache, cache, torch.tensor([3, 50]), 0.3),
+        ops.attention_decode(q[:2], cache, cache, table, torch.tensor([3, 50]), 0.3),
         stats,
         picked,
         ops.tree_sum(x),

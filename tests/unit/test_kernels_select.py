@@ -74,6 +74,7 @@ BROKEN = [
     ("rmsnorm", many_rows, "rmsnorm: rows"),
     ("swiglu", many_rows, "swiglu: rows"),
     ("vocab_stats", many_rows, "vocab_stats: rows"),
+    ("sample", lambda logits, uniforms: logits.shape[0] > 100, "sample: rows"),
     ("vocab_stats", lambda logits, leaves, *_: leaves == 1, "vocab_stats: leaves"),
 ]
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.paging import paged
+from unirl_scale.core.errors import ShapeError
 from unirl_scale.kernels.reference import ReferenceOps
 from unirl_scale.kernels.spans import Spans
 
@@ -94,12 +96,40 @@ def test_attention_matches_the_truth_and_decode_its_rows(ops: Any, random: Any) 
     grads = ops.attention_dx(do, q, k, v, o, lse, spans, 0.2)
     for got, want in zip(grads, truth.attention_dx(do, q, k, v, o, lse, spans, 0.2)):
         assert_close(got, want)
-    caches = [torch.full((2, 40, kv_heads, width), torch.nan) for _ in range(2)]
-    rows = []
-    for slot, (start, length) in enumerate([(0, 5), (5, 36)]):
-        caches[0][slot, :length], caches[1][slot, :length] = (t[start : start + length] for t in (k, v))
-        rows.append(start + length - 1)
-    assert same_bits(ops.attention_decode(q[rows], *caches, torch.tensor([5, 36]), 0.2), o[rows])
+    lengths, rows = torch.tensor([5, 37]), [4, 41]
+    for page in (1, 16, 32, 64, 96):
+        (k_pages, table), (v_pages, _) = (paged(t, [5, 37], page) for t in (k, v))
+        assert same_bits(ops.attention_decode(q[rows], k_pages, v_pages, table, lengths, 0.2), o[rows])
+    earlier = ops.attention_decode(q[[2, 37]], k_pages, v_pages, table, torch.tensor([3, 33]), 0.2)
+    assert same_bits(earlier, o[[2, 37]])
+
+
+def test_decode_notices_a_wrong_table_entry_and_a_page_that_cuts_a_tile(ops: Any, random: Any) -> None:
+    spans = Spans.of([37])
+    q, k, v = random(37, 2, 24), random(37, 1, 24), random(37, 1, 24)
+    o, _ = ops.attention(q, k, v, spans, 0.2)
+    (k_pages, table), (v_pages, _) = (paged(t, [37], 16) for t in (k, v))
+    last, length = q[36:], torch.tensor([37])
+    table[0, 0] = table[0, 1]
+    assert not same_bits(ops.attention_decode(last, k_pages, v_pages, table, length, 0.2), o[36:])
+    k_pages, table = paged(k.bfloat16(), [37], 96)
+    with pytest.raises(ShapeError, match=r"pages of 96 positions; .* KV tile of 128\nhint: 64 or 128"):
+        ops.attention_decode(last.bfloat16(), k_pages, k_pages, table, length, 0.2)
+
+
+@pytest.mark.parametrize("columns", [1, 37, 4096, 9000])
+def test_sampling_has_the_choices_of_the_truth(ops: Any, random: Any, columns: int) -> None:
+    truth, rows = ReferenceOps(), 5
+    uniforms = torch.linspace(0, 1 - 2**-53, rows, dtype=torch.float64)
+    spread = 3 * random(rows, columns + 3)[:, :columns]  # rows lie apart
+    some = torch.where(random(rows, columns) > 0.5, 0.0, -torch.inf)  # equal likelihoods or none
+    some[:, columns // 2] = 0.0
+    for logits in (spread, some, torch.zeros(rows, columns)):
+        got = ops.sample(logits, uniforms)
+        assert torch.equal(got, truth.sample(logits, uniforms))
+        assert torch.equal(ops.sample(logits[3:4].clone(), uniforms[3:4]), got[3:4])
+    if columns > 1:
+        assert len(set(ops.sample(torch.zeros(rows, columns), uniforms).tolist())) > 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 65])

@@ -7,6 +7,7 @@ import pytest
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.hostlist import expand_hosts, first_host
+from unirl_scale.launch.mpi import MpiView
 from unirl_scale.launch.ranks import LOCAL_MARK, discover
 
 TORCHRUN = {
@@ -159,6 +160,55 @@ def test_a_contradiction_shows_both(variables: dict[str, str], both: tuple[str, 
     with pytest.raises(ConfigError) as caught:
         discover(variables)
     assert all(side in str(caught.value) for side in both)
+
+
+VIEW = MpiView(
+    rank=2,
+    world_size=4,
+    local_rank=0,
+    local_world_size=2,
+    node_rank=1,
+    master_addr="host-b",
+    master_port=12345,
+)
+
+
+def test_mpi_tells_what_its_variables_leave_out() -> None:
+    several = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="no MASTER_ADDR"):
+        discover(several)
+    info = discover(several, lambda: VIEW)
+    assert (info.launcher, info.rank, info.world_size, info.node_rank) == ("openmpi", 2, 4, 1)
+    assert (info.master_addr, info.master_port) == ("host-b", 12345)
+    exported = {**several, "MASTER_ADDR": "host-c", "MASTER_PORT": "29500"}
+    assert discover(exported, lambda: VIEW).master_addr == "host-c"
+    assert discover(exported, lambda: VIEW).master_port == 29500
+
+
+def test_mpi4py_of_another_mpi_is_refused() -> None:
+    alone = MpiView(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        master_addr="host-b",
+        master_port=12345,
+    )
+    with pytest.raises(
+        ConfigError, match=r"openmpi says rank 2 of 4 but mpi4py says rank 0 of 1.*hint: install"
+    ):
+        discover(OPENMPI, lambda: alone)
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN, STEP, {**ALLOCATION, **TORCHRUN}])
+def test_mpi_is_asked_only_where_mpirun_started_the_rank(variables: dict[str, str]) -> None:
+    def never() -> MpiView:
+        raise AssertionError("asked")
+
+    discover(variables, never)
+    with pytest.raises(AssertionError, match="asked"):
+        discover(OPENMPI, never)
 
 
 def test_our_own_launcher_wins_over_what_surrounds_it() -> None:

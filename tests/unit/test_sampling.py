@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from unirl_scale.core.philox import philox4x32, sampling_uniforms
-from unirl_scale.parallel.sampling import SCALE, SamplingOptions, choose
+from unirl_scale.kernels.reference import ReferenceOps
+from unirl_scale.kernels.table import SAMPLE_SCALE
+from unirl_scale.parallel.sampling import SamplingOptions, choose
 
-ONES = 0xFFFFFFFF
+ONES, OPS = 0xFFFFFFFF, ReferenceOps()
 
 
 # ---- the generator ----------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ def expected_choice(logits: Tensor, uniform: float, top_k: int = 0, top_p: float
     if top_k:
         kth = sorted(x.tolist(), reverse=True)[min(top_k, x.numel()) - 1]
         x[x < kth] = -math.inf
-    units = [int(w) for w in (torch.exp(x - x.max()).double() * SCALE).tolist()]
+    units = [int(w) for w in (torch.exp(x - x.max()).double() * SAMPLE_SCALE).tolist()]
     if top_p < 1:
         likeliest = sorted(range(len(units)), key=lambda i: (-units[i], i))
         kept, mass, limit = set(), 0, sum(units) * top_p
@@ -88,7 +90,7 @@ def rows(count: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_choices_are_those_of_exact_arithmetic(top_k: int, top_p: float) -> None:
     logits, uniforms = rows(300, 37)
     uniforms[0], uniforms[1] = 0.0, 1.0 - 2.0**-53
-    chosen = choose(logits, uniforms, SamplingOptions(top_k=top_k, top_p=top_p))
+    chosen = choose(OPS, logits, uniforms, SamplingOptions(top_k=top_k, top_p=top_p))
     wanted = [expected_choice(x, float(u), top_k, top_p) for x, u in zip(logits, uniforms)]
     assert chosen.tolist() == wanted
 
@@ -96,35 +98,35 @@ def test_choices_are_those_of_exact_arithmetic(top_k: int, top_p: float) -> None
 @pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(top_k=7, top_p=0.8)])
 def test_a_row_is_chosen_without_regard_to_the_others(options: SamplingOptions) -> None:
     logits, uniforms = rows(64, 501)
-    together = choose(logits, uniforms, options)
+    together = choose(OPS, logits, uniforms, options)
     for i in (0, 1, 17, 63):
-        assert choose(logits[i : i + 1], uniforms[i : i + 1], options).item() == together[i]
-    assert torch.equal(choose(logits[5:12].clone(), uniforms[5:12], options), together[5:12])
+        assert choose(OPS, logits[i : i + 1], uniforms[i : i + 1], options).item() == together[i]
+    assert torch.equal(choose(OPS, logits[5:12].clone(), uniforms[5:12], options), together[5:12])
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     n = 20_000
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    counts = choose(logits.expand(n, 4), uniforms, SamplingOptions()).bincount(minlength=4)
+    counts = choose(OPS, logits.expand(n, 4), uniforms, SamplingOptions()).bincount(minlength=4)
     assert (counts - n * logits.double().softmax(0)).abs().max() <= 1
 
 
 def test_top_k_keeps_all_tokens_tied_with_the_kth() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(500, 5)
     uniforms = (torch.arange(500, dtype=torch.float64) + 0.5) / 500
-    chosen = choose(logits, uniforms, SamplingOptions(top_k=2))
+    chosen = choose(OPS, logits, uniforms, SamplingOptions(top_k=2))
     assert sorted(set(chosen.tolist())) == [0, 1, 2, 3]
-    assert set(choose(logits, uniforms, SamplingOptions(top_k=1)).tolist()) == {0}
+    assert set(choose(OPS, logits, uniforms, SamplingOptions(top_k=1)).tolist()) == {0}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(1000, 4)
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     for top_p, kept in ((0.45, {0}), (0.55, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (0.96, {0, 1, 2, 3})):
-        assert set(choose(logits, uniforms, SamplingOptions(top_p=top_p)).tolist()) == kept, top_p
+        assert set(choose(OPS, logits, uniforms, SamplingOptions(top_p=top_p)).tolist()) == kept, top_p
     equal = torch.zeros(1000, 4)
-    assert set(choose(equal, uniforms, SamplingOptions(top_p=0.5)).tolist()) == {0, 1}, (
+    assert set(choose(OPS, equal, uniforms, SamplingOptions(top_p=0.5)).tolist()) == {0, 1}, (
         "ties: lower ids first"
     )
 
@@ -132,7 +134,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
 def test_greedy_takes_the_first_maximum_and_no_noise() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -math.inf, 5.0]])
     for u in (0.0, 0.999):
-        assert choose(logits, torch.full((2,), u).double(), SamplingOptions(temperature=0.0)).tolist() == [
+        assert choose(
+            OPS, logits, torch.full((2,), u).double(), SamplingOptions(temperature=0.0)
+        ).tolist() == [
             1,
             0,
         ]
@@ -141,4 +145,4 @@ def test_greedy_takes_the_first_maximum_and_no_noise() -> None:
 def test_a_token_of_weight_zero_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 0.0, -math.inf]]).expand(3, 5)
     uniforms = torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert choose(logits, uniforms, SamplingOptions()).tolist() == [1, 3, 3]
+    assert choose(OPS, logits, uniforms, SamplingOptions()).tolist() == [1, 3, 3]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unirl_scale.core.config import MeshConfig, ModelConfig, RunConfig, StageConfig
+from unirl_scale.core.config import MeshConfig, ModelConfig, RolloutConfig, RunConfig, StageConfig
 from unirl_scale.core.load import resolve
 from unirl_scale.core.problems import Problem, raise_all, show
 from unirl_scale.core.ranges import range_problems
@@ -55,6 +55,7 @@ def check(cfg: RunConfig, world_size: int | None = None) -> list[Problem]:
     problems, legal = range_problems(cfg)
     rules = [
         *_plain_problems(legal),
+        *_cache_problems(legal.rollout),
         *_model_problems(legal),
         *_all_mesh_problems(legal, world_size),
         *(problem for i in range(len(legal.stages)) for problem in _stage_problems(legal, i)),
@@ -173,6 +174,21 @@ def _elastic_problems(cfg: RunConfig) -> Iterator[Problem]:
     if elastic.min_ranks > span:
         rule = f"must be at most the {span} ranks that the meshes span"
         yield _problem("elastic.min_ranks", elastic.min_ranks, rule, f"{span}")
+
+
+def _cache_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Pages fit the key tiles of every op table, and one whole sequence fits the cache."""
+    page = rollout.page_size
+    if page & (page - 1):
+        below = 1 << page.bit_length() - 1
+        rule = "must be a power of two, so that it divides the kernels' key tiles or holds whole ones"
+        yield _problem("rollout.page_size", page, rule, f"{below} or {2 * below}")
+        return
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    least = -(-longest // page) * page
+    if 0 < rollout.kv_cache_tokens < least:
+        rule = f"must hold max_prompt_tokens + max_response_tokens = {longest} tokens in pages of {page}"
+        yield _problem("rollout.kv_cache_tokens", rollout.kv_cache_tokens, rule, f"{least} or more, or 0")
 
 
 def _model_problems(cfg: RunConfig) -> Iterator[Problem]:

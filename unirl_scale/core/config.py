@@ -91,6 +91,12 @@ class RolloutConfig:
     top_p: float = 1.0  # 1 = off
     stop: tuple[str, ...] = ()  # besides the end-of-text token
     batch_size: int = 0  # sequences decoded together on a rollout rank; 0 = all
+    page_size: int = 64  # tokens of a page of the key-value cache, a power of two
+    kv_cache_tokens: int = 0  # tokens that a rollout rank's cache holds; 0 = what the batch needs
+    prefill_tokens: int = 8192  # prompt tokens that run together; a longer prompt runs alone
+    cuda_graphs: bool = (
+        False  # hardware.vendor cuda: replay the decode step; keeps the cache between rollouts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +179,8 @@ class ModelsConfig:
 
     actor: ModelConfig = field(default_factory=ModelConfig)
     critic: ModelConfig | None = None  # None = the actor's shape
+    actor_path: str = ""  # Hugging Face directory to start from; an actor that is left out takes its sizes
+    critic_path: str = ""  # the same; without a value head there, that one starts fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

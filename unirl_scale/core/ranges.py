@@ -117,6 +117,9 @@ RANGES: dict[type, dict[str, Bound]] = {
         "top_k": NOT_NEGATIVE,
         "top_p": Bound(low=0, high=1, low_open=True),
         "batch_size": NOT_NEGATIVE,
+        "page_size": AT_LEAST_1,
+        "kv_cache_tokens": NOT_NEGATIVE,
+        "prefill_tokens": AT_LEAST_1,
     },
     StageConfig: {
         "num_steps": AT_LEAST_1,

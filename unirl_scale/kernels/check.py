@@ -164,14 +164,12 @@ class _Probe:
         yield "attention_decode: training row", self._decode_holds(q, k, v, o, spans, scale)
 
     def _decode_holds(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, spans: Spans, scale: float) -> bool:
-        caches = [torch.zeros(len(spans), 80, *t.shape[1:], dtype=t.dtype, device=t.device) for t in (k, v)]
-        for t, cache in zip((k, v), caches):
-            for b, (start, stop) in enumerate(zip(spans.offsets, spans.offsets[1:])):
-                cache[b, : stop - start] = t[start:stop]
+        (k_pages, table), (v_pages, _) = (_paged(t, spans, 16) for t in (k, v))
         for at in ((44, 0, 69), (3, 0, 33)):
             rows = torch.tensor([s + p for s, p in zip(spans.offsets, at)], device=self.device)
             lengths = torch.tensor(at, device=self.device) + 1
-            if not same_bits(self.ops.attention_decode(q[rows], *caches, lengths, scale), o[rows]):
+            got = self.ops.attention_decode(q[rows], k_pages, v_pages, table, lengths, scale)
+            if not same_bits(got, o[rows]):
                 return False
         return True
 
@@ -194,5 +192,25 @@ class _Probe:
                 lambda t: self.ops.vocab_stats(t, 2, [width, width], none[: t.shape[0]])[0], logits, stats
             ),
         )
+        third = torch.full((150,), 1 / 3, dtype=torch.float64, device=self.device)
+        yield (
+            "sample: rows",
+            self._rows_hold(
+                lambda t: self.ops.sample(t, third[: t.shape[0]]), logits, self.ops.sample(logits, third)
+            ),
+        )
         half = self.ops.vocab_stats(logits[:, width:].contiguous(), 1, [width], none)[0]
         yield "vocab_stats: leaves", same_bits(half, stats[:, 1:].contiguous())
+
+
+def _paged(x: Tensor, spans: Spans, page: int) -> tuple[Tensor, Tensor]:
+    """Packed rows [T, ...] as pages [P, page, ...] with their block table. A sample's pages lie apart and
+    backwards, and what no sample wrote is NaN."""
+    each, samples = -(-spans.max_length // page), len(spans)
+    table = torch.arange(each * samples, dtype=torch.int32).flip(0).view(each, samples).t().contiguous()
+    pages = torch.full((table.numel(), page, *x.shape[1:]), torch.nan, dtype=x.dtype, device=x.device)
+    for entries, start, length in zip(table, spans.offsets, spans.lengths):
+        position = torch.arange(length)
+        rows = entries[position // page].long() * page + position % page
+        pages.flatten(0, 1)[rows.to(x.device)] = x[start : start + length]
+    return pages, table.to(x.device)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from unirl_scale.core.errors import ShapeError
 from unirl_scale.kernels import reference_attention
+from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
-from unirl_scale.kernels.table import Nodes
+from unirl_scale.kernels.table import SAMPLE_SCALE, Nodes
 
 ROW_BLOCK = 64
 MIN_SIDE = 16  # rows or columns below which BLAS libraries switch to matrix-vector kernels, whose bits differ
@@ -214,9 +215,16 @@ class ReferenceOps:
         return reference_attention.backward(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        return reference_attention.decode(q, k_cache, v_cache, lengths, scale)
+        check_pages(q, k_pages, v_pages, block_table, lengths, reference_attention.TILE)
+        return reference_attention.decode(q, k_pages, v_pages, block_table, lengths, scale)
 
     # ---- vocabulary -------------------------------------------------------------------------------
     def vocab_stats(
@@ -258,6 +266,23 @@ class ReferenceOps:
         for i, columns in enumerate(valid):
             grad[:, i * width + columns : (i + 1) * width] = 0
         return grad
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        _expect(
+            logits.dim() == 2
+            and logits.dtype == torch.float32
+            and uniforms.shape == logits.shape[:1]
+            and uniforms.dtype == torch.float64,
+            "sample",
+            "takes logits fp32 [B, V], uniforms fp64 [B]",
+            logits,
+            uniforms,
+        )
+        likely = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        cumulative = (likely * SAMPLE_SCALE).to(torch.int64).cumsum(dim=-1)
+        total = cumulative[:, -1:]
+        threshold = torch.minimum((uniforms.unsqueeze(1) * total.double()).to(torch.int64), total - 1)
+        return (cumulative <= threshold).sum(dim=-1)
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
         rows = torch.nonzero(ids >= 0).squeeze(1)

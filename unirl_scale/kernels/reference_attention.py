@@ -124,32 +124,55 @@ def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
     return out
 
 
-def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """q [B, h, d], caches [B, S, hk, d], lengths [B] counting the new token -> [B, h, d]."""
+def decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """q [B, h, d], pages [P, page, hk, d], block_table int32 [B, N], lengths [B] with the new token -> [B, h,
+    d].
+
+    Products have training's tiles, with the query in training's row; the rest is done for that row alone.
+    """
     batch, heads, d = q.shape
     n = -(-int(lengths.max()) // TILE)
-    row = (lengths - 1) % TILE
+    samples, row = torch.arange(batch, device=q.device), (lengths - 1) % TILE
     qt = torch.zeros(batch, heads, TILE, d, device=q.device)
-    qt[torch.arange(batch, device=q.device), :, row] = q.float()
-    positions = torch.arange(n * TILE, device=q.device)
-    hidden = (positions >= lengths.unsqueeze(1)).view(batch, 1, n, 1, TILE)
-    state = (
-        torch.full((batch, heads, TILE), -torch.inf, device=q.device),
-        torch.zeros(batch, heads, TILE, device=q.device),
-        torch.zeros(batch, heads, TILE, d, device=q.device),
-    )
+    qt[samples, :, row] = q.float()
+    pt = torch.zeros(batch, heads, TILE, TILE, device=q.device)
+    hidden = torch.arange(n * TILE, device=q.device) >= lengths.unsqueeze(1)
+    units = _tile_units(block_table, lengths, k_pages.shape[1], n)
+    top = torch.full((batch, heads), -torch.inf, device=q.device)
+    total, acc = torch.zeros_like(top), torch.zeros(batch, heads, d, device=q.device)
     for j in range(n):
-        kj, vj = (_cache_tile(c, j, heads) for c in (k_cache, v_cache))
-        scores = _bmm(qt, kj.transpose(-1, -2)) * scale
-        state = _absorb(state, scores.masked_fill_(hidden[:, :, j], -torch.inf), vj)
-    _, total, acc = state
-    o = acc / total.unsqueeze(-1)
-    return o[torch.arange(batch, device=q.device), :, row].to(q.dtype)
+        past = hidden[:, j * TILE : (j + 1) * TILE]
+        kj, vj = _page_tile(k_pages, units[:, j]), _page_tile(v_pages, units[:, j])
+        # Rows past the length may hold anything: the mask hides their scores, but 0 * NaN is NaN.
+        vj = vj.masked_fill_(past.unsqueeze(2), 0.0)
+        kt, vt = (_repeat_heads(t.unflatten(2, (-1, d)).transpose(1, 2), heads) for t in (kj, vj))
+        scores = _bmm(qt, kt.transpose(-1, -2))[samples, :, row] * scale
+        scores = scores.masked_fill_(past.unsqueeze(1), -torch.inf)
+        new_top = torch.maximum(top, scores.amax(-1))
+        shrink = torch.exp(top - new_top)
+        p = torch.exp(scores - new_top.unsqueeze(-1))
+        pt[samples, :, row] = p
+        top, total = new_top, total * shrink + p.sum(-1)
+        acc = acc * shrink.unsqueeze(-1) + _bmm(pt, vt)[samples, :, row]
+    return (acc / total.unsqueeze(-1)).to(q.dtype)
 
 
-def _cache_tile(cache: Tensor, j: int, heads: int) -> Tensor:
-    """Tile j of a cache as fp32 [B, heads, TILE, d], zero past the cache's end."""
-    part = cache[:, j * TILE : (j + 1) * TILE].float().transpose(1, 2)
-    if part.shape[2] < TILE:
-        part = torch.nn.functional.pad(part, (0, 0, 0, TILE - part.shape[2]))
-    return _repeat_heads(part, heads).contiguous()
+def _tile_units(block_table: Tensor, lengths: Tensor, page: int, tiles: int) -> Tensor:
+    """Where the tiles of each sample lie, in units of the smaller of page and tile: int64 [B, tiles, units of
+    a tile]. Units past a sample's length point at unit 0."""
+    unit = min(page, TILE)
+    number = torch.arange(tiles * (TILE // unit), device=block_table.device)
+    column, place = number // (page // unit), number % (page // unit)
+    entries = block_table[:, column.clamp(max=block_table.shape[1] - 1)].long()
+    units = entries * (page // unit) + place
+    used = number * unit < lengths.unsqueeze(1)
+    return torch.where(used, units, torch.zeros_like(units)).view(len(lengths), tiles, -1)
+
+
+def _page_tile(pages: Tensor, units: Tensor) -> Tensor:
+    """One tile of each sample as fp32 [B, TILE, hk * d], a copy."""
+    cut = pages.view(-1, TILE // units.shape[1] * pages.shape[2] * pages.shape[3])
+    rows = cut.index_select(0, units.flatten()).float()
+    return rows.view(units.shape[0], TILE, -1)

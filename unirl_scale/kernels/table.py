@@ -25,6 +25,8 @@ from torch import Tensor
 
 from unirl_scale.kernels.spans import Spans
 
+SAMPLE_SCALE = 2.0**40  # units of a likelihood of 1; sums over 2^22 tokens stay exact in int64
+
 # A node is the half-open range of *local* leaf indices it sums, e.g. ((0, 2), (2, 3)).
 Nodes = Sequence[tuple[int, int]]
 
@@ -110,10 +112,30 @@ class OpTable(Protocol):
         ...
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        """One new token a sample. q [B, h, d], caches [B, S, hk, d] holding the new token's k and v at
-        lengths - 1; lengths int64 [B] -> [B, h, d]; the bits of `attention`'s row at that position."""
+        """One new token a sample against a paged cache; the bits of `attention`'s row at that position.
+
+        Args:
+            q: [B, h, d] dt.
+            k_pages, v_pages: [P, page, hk, d] dt; hold the new token's k and v already. `page` is a multiple
+                or a divisor of the table's KV tile.
+            block_table: int32 [B, N]; position p of sample b is row p % page of page block_table[b, p //
+                page]. Entries and rows at or past a sample's length are never read.
+            lengths: int64 [B], positions of each sample, the new one included; at least 1.
+
+        Returns:
+            [B, h, d] dt.
+
+        Raises:
+            ShapeError: also for a page size that cuts a tile.
+        """
         ...
 
     # ---- vocabulary -------------------------------------------------------------------------------
@@ -147,6 +169,21 @@ class OpTable(Protocol):
         """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) w.r.t. logits, fp32 [T, L*v]:
         p = exp(x - lse); grad_logprob * (1[target] - p) - grad_entropy * p * (x - lse + entropy);
         padded columns get 0."""
+        ...
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """One token a row, drawn by integers, so that sums are exact in any order.
+
+        With w = floor(exp(x - max x) * SAMPLE_SCALE) and t = floor(u * sum w), at most sum w - 1: the first
+        token at which the running sum of w passes t.
+
+        Args:
+            logits: fp32 [B, V], a finite one in every row; -inf excludes a token. Rows are contiguous.
+            uniforms: fp64 [B] in [0, 1).
+
+        Returns:
+            int64 [B].
+        """
         ...
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:

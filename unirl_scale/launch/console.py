@@ -53,9 +53,9 @@ class Console:
         for line in table_lines(rows):
             self.line(line)
 
-    def reporter(self) -> Reporter:
-        """A live bar on a terminal, a line a step elsewhere."""
-        return LiveReporter(self._out) if self._out.isatty() else LineReporter(self._out)
+    def reporter(self, *, live: bool = True) -> Reporter:
+        """A live bar on a terminal if allowed, a line a step elsewhere."""
+        return LiveReporter(self._out) if live and self._out.isatty() else LineReporter(self._out)
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -8,10 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from unirl_scale.core.errors import ConfigError
+from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 # Where a rank of `run_local` writes the error that ended it.
 REPORT_FILE = "UNIRL_SCALE_REPORT"
+# Vendor -> the list of devices that a process may use.
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+# A child that calls MPI_Init, or a library that looks for MPI, would take itself for this rank.
+_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
 # Failures that a test wants, see `train/elastic/faults.py`.
 FAULTS = "UNIRL_SCALE_FAULTS"
 
@@ -24,6 +30,47 @@ def current() -> dict[str, str]:
 def apply(variables: Mapping[str, str]) -> None:
     """Set the variables in this process and in the libraries that it loads from now on."""
     os.environ.update(variables)
+
+
+def hide_mpi() -> None:
+    """Remove what mpirun and PMI servers left, for the processes that this one starts."""
+    for name in [name for name in os.environ if name.startswith(_MPI)]:
+        del os.environ[name]
+
+
+def device_environment(
+    vendor: str, info: RankInfo, environ: Mapping[str, str], planned: int | None = None
+) -> dict[str, str]:
+    """The one device that this rank sees, as its device 0; must be set before torch is loaded.
+
+    The local rank counts among the devices that the scheduler made visible. A single one is taken to be this
+    rank's own (`srun --gpus-per-task=1`); the pre-flight refuses two ranks on one device.
+
+    Args:
+        vendor: `hardware.vendor`; "cpu" has no devices.
+        info: this rank.
+        environ: what is set already.
+        planned: number of the device among those of the host, where a plan gives one.
+
+    Raises:
+        ConfigError: fewer devices are visible than ranks are on this host.
+    """
+    if vendor not in VISIBLE_DEVICES:
+        return {}
+    variable = VISIBLE_DEVICES[vendor]
+    given = environ.get(variable)
+    number = info.local_rank if planned is None else planned
+    if given is None:
+        return {variable: str(number)}
+    visible = [name.strip() for name in given.split(",") if name.strip()]
+    if len(visible) == 1:
+        return {}
+    if len(visible) < max(info.local_world_size, number + 1):
+        raise ConfigError(
+            f"{variable}: got {given!r} for {info.local_world_size} ranks on this host; must list a device "
+            "for each; hint: fewer ranks a host, or unset it"
+        )
+    return {variable: visible[number]}
 
 
 def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:

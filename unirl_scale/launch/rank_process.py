@@ -18,14 +18,17 @@ from unirl_scale.core.errors import (
     ConfigError,
     ElasticError,
     MembershipChanged,
+    PlanError,
     Stopped,
     UniRLError,
 )
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
+from unirl_scale.launch.preflight import Refused
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 _PR_SET_PDEATHSIG = 1
+_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
@@ -56,7 +59,7 @@ class ErrorReport:
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
             status=_status(error),
-            follows=isinstance(error, CommError | MembershipChanged),
+            follows=isinstance(error, CommError | MembershipChanged | Refused),
             time_s=time.monotonic(),
             final=isinstance(error, ElasticError | Stopped),
         )
@@ -71,11 +74,16 @@ class ErrorReport:
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
 
+    def write_for_torchrun(self, path: Path) -> None:
+        """The form that torchrun's agent reads and shows as the root cause."""
+        extra = {"py_callstack": self.trace or self.message, "timestamp": str(int(time.time()))}
+        path.write_text(json.dumps({"message": {"message": self.message, "extraInfo": extra}}))
+
 
 def _status(error: BaseException) -> int:
     if isinstance(error, Stopped):
         return 128 + error.signum
-    return BAD_INPUT if isinstance(error, ConfigError) else FAILED
+    return BAD_INPUT if isinstance(error, ConfigError | PlanError) else FAILED
 
 
 def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console) -> int:
@@ -100,6 +108,8 @@ def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str],
             report.write(Path(environ[REPORT_FILE]))
         else:
             show_error(console, f"rank {rank}: {report.message}", report.trace)
+            if _TORCHRUN_FILE in environ:
+                report.write_for_torchrun(Path(environ[_TORCHRUN_FILE]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

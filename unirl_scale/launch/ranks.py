@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import Launcher, RankInfo
 from unirl_scale.launch.hostlist import first_host
+from unirl_scale.launch.mpi import MpiView
 
 Environ = Mapping[str, str]
 
@@ -43,11 +44,13 @@ class _Claim:
         return f"{self.launcher} says rank {self.rank} of {self.world_size}"
 
 
-def discover(environ: Environ) -> RankInfo:
+def discover(environ: Environ, ask_mpi: Callable[[], MpiView | None] = lambda: None) -> RankInfo:
     """Find this process's place.
 
     Args:
         environ: the process's environment.
+        ask_mpi: asks MPI itself where mpirun started this process; what the environment says about the
+            meeting point still wins.
 
     Returns:
         The innermost launcher's view; launcher "none" (rank 0 of 1) when there is none.
@@ -71,7 +74,30 @@ def discover(environ: Environ) -> RankInfo:
                 f"ranks: got {inner} but {outer}; one launcher must have started this process; "
                 f"hint: start with {inner.launcher} or with {outer.launcher}, or unset the other's variables"
             )
+    # Asked whatever the environment says: it may differ between hosts, and asking is collective.
+    view = ask_mpi() if inner.launcher in ("openmpi", "mpich") else None
+    if view is not None:
+        return _mpi_rank_info(inner, view, environ)
     return _rank_info(inner, inner.launcher, environ)
+
+
+def _mpi_rank_info(claim: _Claim, view: MpiView, environ: Environ) -> RankInfo:
+    if (view.rank, view.world_size) != (claim.rank, claim.world_size):
+        raise ConfigError(
+            f"ranks: got {claim} but mpi4py says rank {view.rank} of {view.world_size}; mpi4py must use the "
+            "MPI whose mpirun started this process; hint: install mpi4py for that MPI, or uninstall it and "
+            "export MASTER_ADDR and MASTER_PORT"
+        )
+    return RankInfo(
+        rank=view.rank,
+        world_size=view.world_size,
+        local_rank=view.local_rank,
+        local_world_size=view.local_world_size,
+        node_rank=view.node_rank,
+        launcher=claim.launcher,
+        master_addr=environ.get("MASTER_ADDR") or view.master_addr,
+        master_port=_given_port(claim, environ) or view.master_port,
+    )
 
 
 def _rank_info(claim: _Claim, launcher: Launcher, environ: Environ) -> RankInfo:
@@ -207,16 +233,23 @@ def _master_addr(claim: _Claim, environ: Environ) -> str:
                 return first_host(environ[name])
     raise ConfigError(
         f"ranks: got {claim} on several hosts and no MASTER_ADDR; the host of rank 0 must be known; "
-        "hint: export MASTER_ADDR to every rank, e.g. mpirun -x MASTER_ADDR"
+        "hint: export MASTER_ADDR to every rank (mpirun -x MASTER_ADDR), or install mpi4py and MPI tells it"
     )
 
 
+def _given_port(claim: _Claim, environ: Environ) -> int | None:
+    if not environ.get("MASTER_PORT"):
+        return None
+    port = _number(environ, claim.launcher, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(f"ranks: got MASTER_PORT={port}; must be 1..65535")
+    return port
+
+
 def _master_port(claim: _Claim, environ: Environ) -> int:
-    if environ.get("MASTER_PORT"):
-        port = _number(environ, claim.launcher, "MASTER_PORT")
-        if not 0 < port < 65536:
-            raise ConfigError(f"ranks: got MASTER_PORT={port}; must be 1..65535")
-        return port
+    given = _given_port(claim, environ)
+    if given is not None:
+        return given
     # The same on every rank and another for the next job: jobs that share a host should not meet.
     names: tuple[str, ...] = ("SLURM_JOB_ID", "SLURM_STEP_ID")
     if claim.launcher != "slurm":  # mpirun's daemons have a step, its own node has none

@@ -16,6 +16,7 @@ from torch import Tensor
 from unirl_scale.core.config import ModelConfig
 from unirl_scale.kernels.spans import Spans
 from unirl_scale.parallel.context import ParallelContext
+from unirl_scale.parallel.kv_cache import CachedRows, LayerPages
 from unirl_scale.parallel.packing import Packed
 
 Tensors = dict[str, Tensor]
@@ -104,13 +105,11 @@ class Block:
         o, _ = self.ops.attention(qkv.q, qkv.k, qkv.v, spans, self.scale)
         return self._finish_rows(x, o), qkv.k, qkv.v
 
-    def decode(self, x: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Tensor:
-        """One new token of each of B samples, x [B, H]; writes its k and v at lengths - 1 of the caches."""
+    def decode(self, x: Tensor, rope: Rope, pages: LayerPages, at: CachedRows) -> Tensor:
+        """One new token of each of B samples, x [B, H]; writes its k and v to the cache."""
         qkv = self._normed_qkv(x, rope)
-        rows = torch.arange(x.shape[0], device=x.device)
-        k_cache[rows, lengths - 1] = qkv.k
-        v_cache[rows, lengths - 1] = qkv.v
-        o = self.ops.attention_decode(qkv.q, k_cache, v_cache, lengths, self.scale)
+        pages.write(at.slots, qkv.k, qkv.v)
+        o = self.ops.attention_decode(qkv.q, pages.k, pages.v, at.table, at.lengths, self.scale)
         return self._finish_rows(x, o)
 
     def _normed_qkv(self, x: Tensor, rope: Rope) -> Qkv:

@@ -175,7 +175,8 @@ class ValueHead:
         normed, rstd = self.ctx.ops.rmsnorm(x, self.norm, self.model.norm_eps)
         rows = gather_rows(self.ctx, normed, packed).index_select(0, packed.score_rows)
         weight = self.weight.to(rows.dtype).view(1, 1, -1)
-        values = self.ctx.ops.linear(rows, weight, self.bias.view(1, 1), out_fp32=True).squeeze(1)
+        bias = self.bias.to(rows.dtype).view(1, 1)
+        values = self.ctx.ops.linear(rows, weight, bias, out_fp32=True).squeeze(1)
         return values, ((x, rstd), rows)
 
     def backward(

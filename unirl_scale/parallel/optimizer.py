@@ -117,7 +117,7 @@ class ChunkOptimizer:
         leaves, start = len(ctx.local_leaves), 0
         for spec in gradients.partial:
             size = leaves * spec.numel
-            stacked = everyone[:, start : start + size].reshape(ctx.leaves, spec.numel)
+            stacked = everyone[:, start : start + size].contiguous().view(ctx.leaves, spec.numel)
             at = chunk.replicated.offsets[spec.name]
             out[at : at + spec.numel] = ctx.ops.tree_sum(stacked)
             start += size

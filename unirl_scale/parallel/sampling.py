@@ -1,8 +1,8 @@
 """Choosing the next token from logits, exactly: the choice depends on the logits' bits and one uniform
 number.
 
-Probabilities become integers (units of 2^-40), so that cumulative sums are exact in any order and no scan
-algorithm, batch size or device can move a choice.
+Probabilities become integers, so that sums are exact in any order and no scan algorithm, batch size or device
+can move a choice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCALE = 2.0**40
+from unirl_scale.kernels.table import SAMPLE_SCALE, OpTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class SamplingOptions:
     top_p: float = 1.0
 
 
-def choose(logits: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
+def choose(ops: OpTable, logits: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor:
     """One token a row.
 
     Args:
@@ -39,20 +39,17 @@ def choose(logits: Tensor, uniforms: Tensor, options: SamplingOptions) -> Tensor
     if options.top_k and options.top_k < logits.shape[1]:
         kth = logits.topk(options.top_k, dim=-1).values[:, -1:]
         logits = torch.where(logits >= kth, logits, torch.full_like(logits, -torch.inf))
-    # Relative to the maximum, not to the sum: no floating-point reduction that could depend on the batch.
-    weights = (torch.exp(logits - logits.amax(dim=-1, keepdim=True)).double() * SCALE).to(torch.int64)
     if options.top_p < 1.0:
-        weights = _nucleus(weights, options.top_p)
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    threshold = torch.minimum((uniforms.unsqueeze(1) * total.double()).to(torch.int64), total - 1)
-    return (cumulative <= threshold).sum(dim=-1)
+        logits = _nucleus(logits, options.top_p)
+    return ops.sample(logits, uniforms)
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of likeliest tokens whose mass reaches top_p (Holtzman et al. 2020)."""
-    ordered, index = weights.sort(dim=-1, descending=True, stable=True)
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Exclude all but the smallest set of likeliest tokens of mass top_p (Holtzman et al. 2020)."""
+    # Relative to the maximum, not to the sum: no floating-point reduction that could depend on the batch.
+    likely = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    ordered, index = (likely * SAMPLE_SCALE).to(torch.int64).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
     limit = (before[:, -1:] + ordered[:, -1:]).double() * top_p
-    kept = torch.where(before.double() < limit, ordered, torch.zeros_like(ordered))
-    return torch.zeros_like(weights).scatter(1, index, kept)
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, before.double() < limit)
+    return torch.where(kept, logits, torch.full_like(logits, -torch.inf))

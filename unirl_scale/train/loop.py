@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from unirl_scale.comm.breaker import Breaker
 from unirl_scale.comm.groups import Group, GroupFactory, connect
+from unirl_scale.comm.plan import Plan
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import ConfigError, MembershipChanged, Stopped, UniRLError
 from unirl_scale.core.progress import Progress
@@ -23,6 +25,7 @@ from unirl_scale.train.checkpoint.sizes import require_room
 from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import Reporter, cut_after
+from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.recorder import Recorder
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.rundir import RunDir
@@ -32,26 +35,55 @@ from unirl_scale.train.state import TrainState
 from unirl_scale.train.stopping import StopRequest
 from unirl_scale.train.tasks.interface import Task
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_TIMEOUT = timedelta(minutes=10)
+Meet = Callable[[Mapping[str, str]], "Store | None"]
+"""Brings the ranks together: takes what must be equal on all of them (name -> value), refuses to go on where
+it is not, and returns the store to build groups on; None for a world of one."""
 
 
-def run(cfg: RunConfig, rank_info: RankInfo, reporter: Reporter, stop: StopRequest) -> TrainState:
+def run(
+    cfg: RunConfig,
+    rank_info: RankInfo,
+    reporter: Reporter,
+    stop: StopRequest,
+    meet: Meet,
+    plan: Plan | None = None,
+) -> TrainState:
     """Train a resolved, legal configuration as one rank of a job whose ranks stay.
 
     Args:
         reporter: what rank 0 tells the user; silent on other ranks.
+        stop: a request to end in good order.
+        meet: called once, when this rank is ready for the others.
+        plan: says how the ordered sums run; None = flat.
 
     Raises:
+        ConfigError: the ranks do not agree; on rank 0.
         InvarianceError: the platform cannot hold `invariance.mode: layout`.
         CommError: another rank is gone.
         Stopped: `stop` asked for it.
     """
-    setup = prepare(cfg, rank_info)
+    setup = prepare(cfg)
     progress, breaker = Progress(observers=(stop.observe,)), Breaker()
     stop.on_request = breaker.break_now
+    store = meet({"kernels": setup.ops.name, "data": setup.task.fingerprint()})
+    joined = connect(
+        rank_info.rank,
+        rank_info.world_size,
+        BACKENDS[cfg.hardware.vendor],
+        store=store,
+        timeout=_TIMEOUT,
+        device=setup.device,
+        progress=progress,
+        breaker=breaker,
+    )
     try:
-        with _join(setup, rank_info, progress, breaker) as factory, torch.no_grad():
-            return train(setup, setup.cfg, rank_info, factory, reporter, stop, Boundary(stop))
+        with joined as factory, torch.no_grad():
+            return train(setup, setup.cfg, rank_info, factory, reporter, stop, Boundary(stop), plan=plan)
     except UniRLError as error:
         end_if_asked(stop, error)
         raise
@@ -78,6 +110,7 @@ def train(
     boundary: Boundary,
     *,
     again: bool = False,
+    plan: Plan | None = None,
 ) -> TrainState:
     """From what is saved, or from the start, to the last step; collective over the world.
 
@@ -93,8 +126,8 @@ def train(
     world, data = factory.world, setup.task.fingerprint()
     stop.save = None  # gives the memory of an earlier mesh back
     world.progress.enter("restore")
-    _agree(world, setup.task)
-    roles = Roles(cfg, factory, setup.ops, setup.device)
+    reductions = planned_reductions(plan) if plan else None
+    roles = Roles(cfg, factory, setup.ops, setup.device, reductions)
     session = open_session(cfg, world, rank_info)
     restored = restore(cfg, session, roles, world, data)
     state = restored.state if restored else TrainState()
@@ -195,24 +228,7 @@ def _announce(cfg: RunConfig, state: TrainState, restored: Restored | None, repo
         reporter.note("nothing left to do: every step is done")
 
 
-def _join(
-    setup: Setup, rank_info: RankInfo, progress: Progress, breaker: Breaker
-) -> AbstractContextManager[GroupFactory]:
-    return connect(
-        rank_info.rank,
-        rank_info.world_size,
-        BACKENDS[setup.cfg.hardware.vendor],
-        init_method=f"tcp://{rank_info.master_addr}:{rank_info.master_port}"
-        if rank_info.world_size > 1
-        else None,
-        timeout=timedelta(minutes=10),
-        device=setup.device,
-        progress=progress,
-        breaker=breaker,
-    )
-
-
-def _agree(world: Group, task: Task) -> None:
+def agree(world: Group, task: Task) -> None:
     """Every rank must read the same data.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from unirl_scale.core.config import MeshConfig, ModelConfig, RunConfig, StageCon
 from unirl_scale.core.mesh import Mesh
 from unirl_scale.kernels.table import OpTable
 from unirl_scale.parallel.block import Rope
-from unirl_scale.parallel.build import RoleGroups, build_context
+from unirl_scale.parallel.build import Reductions, RoleGroups, build_context
 from unirl_scale.parallel.chunk import Chunk, Head, chunk_ranges
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.decode import Decoder
@@ -22,6 +22,7 @@ from unirl_scale.parallel.reshard import Holding, Reshard
 from unirl_scale.parallel.samples import Sample
 from unirl_scale.parallel.spec import parameter_specs
 from unirl_scale.train.exchange import replicate, slot_owners
+from unirl_scale.train.pretrained import begin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,12 +60,21 @@ class Roles:
 
     Args:
         cfg: a resolved configuration: every role's model and mesh is given.
+        planned: role -> axis -> how its ordered sums run; what is left out runs flat.
     """
 
-    def __init__(self, cfg: RunConfig, factory: GroupFactory, ops: OpTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        factory: GroupFactory,
+        ops: OpTable,
+        device: torch.device,
+        planned: Mapping[str, Mapping[str, Reductions]] | None = None,
+    ) -> None:
         assert cfg.model.critic and cfg.mesh.critic and cfg.mesh.reference and cfg.mesh.rollout
         self.cfg, self.ops, self.device = cfg, ops, device
         self.world, self.dtype = factory.world, DTYPES[cfg.precision]
+        self._planned = planned or {}
         self._mesh_cfgs = {
             "actor": cfg.mesh.actor,
             "critic": cfg.mesh.critic,
@@ -78,7 +88,7 @@ class Roles:
         self.inv_temperature = 1.0 / temperature if temperature > 0 else 1.0
         self.actor = self._role("actor", cfg.model.actor, "lm", trainable=True)
         if self.actor.engine is not None:
-            self.actor.engine.initialise(cfg.seed)
+            begin(self.actor.engine, cfg.model.actor_path, cfg.seed)
         self.critic: Role | None = None
         self.reference: Role | None = None
         self.decoder, self._to_rollout = self._rollout()
@@ -86,7 +96,10 @@ class Roles:
     # ---- building ---------------------------------------------------------------------------------
     def _context(self, name: str) -> ParallelContext | None:
         mesh: MeshConfig = self._mesh_cfgs[name]
-        return build_context(self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device)
+        planned = self._planned.get(name)
+        return build_context(
+            self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device, planned
+        )
 
     def _role(self, name: str, model: ModelConfig, head: Head, *, trainable: bool) -> Role:
         mesh, invariance = self.meshes[name], self.cfg.invariance
@@ -111,7 +124,7 @@ class Roles:
             assert self.cfg.model.critic is not None
             self.critic = self._role("critic", self.cfg.model.critic, "value", trainable=True)
             if self.critic.engine is not None:
-                self.critic.engine.initialise(self.cfg.seed + 1)
+                begin(self.critic.engine, self.cfg.model.critic_path, self.cfg.seed + 1)
         self.reference = None
         if reference:
             role = self._role("reference", self.cfg.model.actor, "lm", trainable=False)
@@ -128,7 +141,7 @@ class Roles:
         rope = Rope.table(model, self.max_tokens + context.leaves, self.device)
         layers = chunk_ranges(model.num_layers, 1)[0]
         chunk = Chunk(model, context, "lm", layers, rope, inv_temperature=self.inv_temperature)
-        return Decoder(chunk, self.max_tokens), self._reshard("rollout", [chunk])
+        return Decoder(chunk, self.cfg.rollout), self._reshard("rollout", [chunk])
 
     def _reshard(self, target: str, chunks: Sequence[Chunk]) -> Reshard:
         model, invariance = self.cfg.model.actor, self.cfg.invariance

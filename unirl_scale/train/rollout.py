@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from unirl_scale.comm.tree import split_contiguous
@@ -80,13 +79,7 @@ def _generate(
     options = SamplingOptions(
         temperature=0.0 if draw.greedy else cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p
     )
-    limit = cfg.batch_size or max(len(numbers), 1)
-    out: list[Response] = []
-    for first in range(0, len(numbers), limit):
-        wave = numbers[first : first + limit]
-        ids = [draw.sample_ids[n] for n in wave]
-        uniforms = torch.from_numpy(sampling_uniforms(draw.seed, draw.step, ids, cfg.max_response_tokens))
-        out += decoder.generate(
-            [draw.prompts[n] for n in wave], uniforms, options, stops, cfg.max_response_tokens
-        )
-    return out
+    ids = [draw.sample_ids[n] for n in numbers]
+    uniforms = sampling_uniforms(draw.seed, draw.step, ids, cfg.max_response_tokens)
+    prompts = [draw.prompts[n] for n in numbers]
+    return decoder.generate(prompts, uniforms, options, stops, cfg.max_response_tokens)

@@ -122,11 +122,12 @@ def write_config(run_dir: RunDir, text: str) -> None:
 
 def write_versions(run_dir: RunDir, extra: Mapping[str, str]) -> None:
     """Add to versions.json: software, platform, and e.g. {"kernels": what the self-check chose}."""
-    known = json.loads(run_dir.versions.read_text()) if run_dir.versions.exists() else _software()
+    known = json.loads(run_dir.versions.read_text()) if run_dir.versions.exists() else software()
     _replace(run_dir.versions, json.dumps({**known, **extra}, indent=2) + "\n")
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
+    """Versions of what computes here, by name."""
     packages = {}
     for name in ("torch", "numpy", "pyyaml"):
         try:

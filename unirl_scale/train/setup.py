@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unirl_scale.core.config import ModelConfig, ModelsConfig, RunConfig, StageConfig
+from unirl_scale.core.config import ModelConfig, RunConfig, StageConfig
+from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
-from unirl_scale.core.ranks import RankInfo
 from unirl_scale.kernels.select import op_table, probe_shapes
 from unirl_scale.kernels.table import OpTable
 from unirl_scale.rl.algorithms import ALGORITHMS, build
@@ -36,7 +36,7 @@ class Setup:
     ops: OpTable
 
 
-def prepare(cfg: RunConfig, rank_info: RankInfo) -> Setup:
+def prepare(cfg: RunConfig) -> Setup:
     """Read the data and check the ops; joins nobody.
 
     Raises:
@@ -44,7 +44,7 @@ def prepare(cfg: RunConfig, rank_info: RankInfo) -> Setup:
         InvarianceError: the platform cannot hold `invariance.mode: layout`.
     """
     torch.set_num_threads(cfg.hardware.threads)
-    device = _device(cfg, rank_info)
+    device = _device(cfg)
     task = build_task(cfg)
     supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
     data = PromptSource(task, cfg, "train", supervised=supervised)
@@ -64,17 +64,27 @@ def build_algorithm(stage: StageConfig) -> Algorithm:
 
 
 def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
-    """`vocab_size: 0` takes the tokenizer's."""
+    """`vocab_size: 0` takes the tokenizer's.
+
+    Raises:
+        ConfigError: a vocabulary that is smaller than the tokenizer's.
+    """
 
     def sized(model: ModelConfig) -> ModelConfig:
         return model if model.vocab_size else replace(model, vocab_size=size)
 
     critic = cfg.model.critic
-    models = ModelsConfig(actor=sized(cfg.model.actor), critic=sized(critic) if critic else None)
+    models = replace(cfg.model, actor=sized(cfg.model.actor), critic=sized(critic) if critic else None)
+    for name, model in (("actor", models.actor), ("critic", models.critic)):
+        if model is not None and model.vocab_size < size:
+            raise ConfigError(
+                f"model.{name}.vocab_size: got {model.vocab_size}; must hold the tokenizer's {size} tokens; "
+                f"hint: {size}, or 0 to take the tokenizer's"
+            )
     return replace(cfg, model=models)
 
 
-def _device(cfg: RunConfig, rank_info: RankInfo) -> torch.device:
+def _device(cfg: RunConfig) -> torch.device:
     if cfg.hardware.vendor == "cpu":
         return torch.device("cpu")
-    return torch.device(cfg.hardware.vendor, rank_info.local_rank)
+    return torch.device(cfg.hardware.vendor, 0)  # the launcher shows each rank its own device only

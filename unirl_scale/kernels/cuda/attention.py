@@ -80,10 +80,17 @@ def attention_kernel(
 
 
 @triton.jit
+def cached_rows(table_ptr, position, inside, page_stride, token_stride, PAGE: tl.constexpr):
+    """Offset of the cache row of each position; a page is looked up only where `inside`."""
+    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * page_stride + (position % PAGE) * token_stride
+
+
+@triton.jit
 def attention_decode_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lengths_ptr, scale_log2,
-    q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, table_ptr, lengths_ptr, scale_log2,
+    q_token, q_head, table_row, k_page, k_token, k_head, v_page, v_token, v_head,
+    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a (kv head, sample); its rows are the query heads of the group."""
@@ -94,20 +101,22 @@ def attention_decode_kernel(
     head = kv_head * group + row
     mask = (row < group)[:, None] & (dim < width)[None, :]
     q = tl.load(q_ptr + batch * q_token + head[:, None] * q_head + dim[None, :], mask=mask, other=0.0)
-    k_at = k_ptr + batch * k_batch + col[:, None].to(tl.int64) * k_token + kv_head * k_head + dim[None, :]
-    v_at = v_ptr + batch * v_batch + col[:, None].to(tl.int64) * v_token + kv_head * v_head + dim[None, :]
+    k_at = k_ptr + kv_head * k_head + dim[None, :]
+    v_at = v_ptr + kv_head * v_head + dim[None, :]
+    table_at = table_ptr + batch * table_row
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for j in range(0, length, BLOCK_N):
-        inside = (j + col < length)[:, None] & (dim < width)[None, :]
-        k = tl.load(k_at, mask=inside, other=0.0)
-        v = tl.load(v_at, mask=inside, other=0.0)
+        inside = j + col < length
+        loaded = inside[:, None] & (dim < width)[None, :]
+        k_rows = cached_rows(table_at, j + col, inside, k_page, k_token, PAGE)
+        k = tl.load(k_at + k_rows[:, None], mask=loaded, other=0.0)
+        v_rows = cached_rows(table_at, j + col, inside, v_page, v_token, PAGE)
+        v = tl.load(v_at + v_rows[:, None], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where((j + col < length)[None, :], scores, float("-inf"))
+        scores = tl.where(inside[None, :], scores, float("-inf"))
         acc, total, top = online_step(acc, total, top, scores, v, scale_log2)
-        k_at += BLOCK_N * k_token
-        v_at += BLOCK_N * v_token
     o_at = o_ptr + (batch * heads + head)[:, None] * width + dim[None, :]
     tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
 
@@ -140,17 +149,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tu
     return o, lse
 
 
-def attention_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """q [B, h, d], caches [B, S, hk, d], lengths int64 [B] -> [B, h, d]."""
+def attention_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """q [B, h, d], pages [P, page, hk, d], block_table int32 [B, N], lengths int64 [B] -> [B, h, d]."""
     batch, heads, width = q.shape
     o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     if batch:
-        kv_heads = k_cache.shape[2]
+        _, page, kv_heads, _ = k_pages.shape
+        stages = 3 if width <= 128 else 2  # reading the cache is the work: all the blocks that fit, in flight
         attention_decode_kernel[(kv_heads, batch)](
-            q, k_cache, v_cache, o, lengths, scale * LOG2_E,
-            q.stride(0), q.stride(1),
-            k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-            heads=heads, group=heads // kv_heads, **_blocks(q),
+            q, k_pages, v_pages, o, block_table, lengths, scale * LOG2_E,
+            q.stride(0), q.stride(1), block_table.stride(0),
+            k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
+            v_pages.stride(0), v_pages.stride(1), v_pages.stride(2),
+            heads=heads, group=heads // kv_heads, PAGE=page,
+            **(_blocks(q) | {"num_stages": stages}),
         )  # fmt: skip
     return o

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unirl_scale.kernels.cuda.attention import LOG2_E, kv_block
 from unirl_scale.kernels.cuda.device import Device
-from unirl_scale.kernels.cuda.hopper_gemm import shared_layout
+from unirl_scale.kernels.cuda.hopper_gemm import REGISTERS, shared_layout
 from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, head_band, take_tile
 from unirl_scale.kernels.spans import Spans
 
@@ -96,6 +96,23 @@ def zero_rows_from(buf, rows, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def stat_start(start, sample):
+    """attention_dx.stat_start: the copy engine takes boxes that begin at multiples of 16 bytes only."""
+    return (start + 3) // 4 * 4 + 4 * sample
+
+
+@gluon.jit
+def store_rows(out_ptr, values, start, first, length, heads, head, WIDTH: gl.constexpr):
+    """values fp32 [64, WIDTH] -> rows first.. of this sample and head, those inside the sample only."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0])
+    rounded = gl.convert_layout(values.to(gl.bfloat16), layout)
+    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    at = ((start + row).to(gl.int64) * heads + head) * WIDTH
+    gl.store(out_ptr + at.expand_dims(1) + dim.expand_dims(0), rounded, mask=(row < length).expand_dims(1))
+
+
+@gluon.jit
 def _attend(
     q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_ptr, lse_ptr,
     slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
@@ -106,7 +123,6 @@ def _attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8], [4, 1], [1, 0])
     q = q_bufs.index(HALF_INDEX).reshape([64, WIDTH])
     i = 0
     done = 0
@@ -175,13 +191,7 @@ def _attend(
             done += 1
 
             o = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout)).expand_dims(1)
-            o = gl.convert_layout(o.to(gl.bfloat16), out_layout)
-            out_row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, out_layout))
-            dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, out_layout))
-            at = ((start + out_row).to(gl.int64) * heads + head) * WIDTH
-            gl.store(
-                o_ptr + at.expand_dims(1) + dim.expand_dims(0), o, mask=(out_row < length).expand_dims(1)
-            )
+            store_rows(o_ptr, o, start, first, length, heads, head, WIDTH)
             lse = (top + gl.log2(total)) * 0.6931471805599453
             gl.store(lse_ptr + (start + row).to(gl.int64) * heads + head, lse, mask=row < length)
         turn += 1
@@ -275,6 +285,6 @@ def attention(
             o, lse, counter, spans.cu_seqlens, len(spans), tiles, scale * LOG2_E,
             heads=heads, group=group, STAGES=2 if width == 128 else 4,
             HEAD_BAND=head_band(heads, group, 2 * width, spans.max_length, device.l2_bytes),
-            num_warps=4, maxnreg=168,
+            num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return o, lse

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from unirl_scale.kernels.cuda.tiles import GemmTile
-from unirl_scale.kernels.spans import Spans
 
 HALF = 64  # rows of a consumer warpgroup
 BLOCK_M = 2 * HALF
@@ -36,7 +35,7 @@ PRODUCER_REGISTERS = 24
 
 
 @gluon.jit
-def _tile_at(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def tile_at(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """Tile number -> (row tile, column tile), in bands of GROUP_M row tiles that share columns in L2."""
     band = GROUP_M * tiles_n
     first = tile // band * GROUP_M
@@ -54,7 +53,7 @@ def _load_leaves(
     """Producer. a_leaf: columns of `a` between leaves; b_leaf: rows of `b` between leaves."""
     i = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n * groups, gl.num_programs(0)):
-        tile_m, tile_gn = _tile_at(tile, tiles_m, tiles_n * groups, GROUP_M)
+        tile_m, tile_gn = tile_at(tile, tiles_m, tiles_n * groups, GROUP_M)
         row = tile_m * 128
         col = tile_gn % tiles_n * BLOCK_N
         for i_leaf in range(LEAVES):
@@ -134,7 +133,7 @@ def _multiply_leaves(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     i = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n * groups, gl.num_programs(0)):
-        tile_m, tile_gn = _tile_at(tile, tiles_m, tiles_n * groups, GROUP_M)
+        tile_m, tile_gn = tile_at(tile, tiles_m, tiles_n * groups, GROUP_M)
         row = tile_m * 128 + HALF_INDEX * 64
         col = tile_gn % tiles_n * BLOCK_N
         total, i = _multiply_leaf(
@@ -222,152 +221,21 @@ def leaf_products_kernel(
     )  # fmt: skip
 
 
-@gluon.jit
-def _load_samples(
-    dy_desc, x_desc, a_bufs, b_bufs, full, empty, cu_ptr,
-    samples, tiles_m, tiles_n, leaves, x_leaf,
-    GROUP_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Producer of the weight gradient: blocks of BLOCK_K tokens counted from each sample's start."""
-    i = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n * leaves, gl.num_programs(0)):
-        tile_m, tile_ln = _tile_at(tile, tiles_m, tiles_n * leaves, GROUP_M)
-        row = tile_m * 128
-        col = tile_ln // tiles_n * x_leaf + tile_ln % tiles_n * BLOCK_N
-        for sample in range(samples):
-            start = gl.load(cu_ptr + sample)
-            stop = gl.load(cu_ptr + sample + 1)
-            for token in range(start, stop, BLOCK_K):
-                slot = i % STAGES
-                mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
-                ready = full.index(slot)
-                mbarrier.expect(ready, 2 * dy_desc.block_type.nbytes + x_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(dy_desc, [token, row], ready, a_bufs.index(2 * slot))
-                tma.async_copy_global_to_shared(dy_desc, [token, row + 64], ready, a_bufs.index(2 * slot + 1))
-                tma.async_copy_global_to_shared(x_desc, [token, col], ready, b_bufs.index(slot))
-                i += 1
-
-
-@gluon.jit
-def _zero_rows_from(buf, rows, BLOCK_K: gl.constexpr):
-    """Zero the rows of a [BLOCK_K, 64] tile that belong to the next sample."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    token = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout)).expand_dims(1)
-    values = buf.load(layout)
-    buf.store(gl.where(token < rows, values, gl.zeros_like(values)))
-    fence_async_shared()
-
-
-@gluon.jit
-def _accumulate_samples(
-    out_desc, a_bufs, b_bufs, out_buf, full, empty, loaded, cu_ptr,
-    samples, tiles_m, tiles_n, leaves,
-    HALF_INDEX: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Consumer: its tile of out stays in shared memory while samples are added to it one after another."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    flat = out_buf.reshape([64, BLOCK_N])
-    i = 0
-    tiles = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n * leaves, gl.num_programs(0)):
-        tile_m, tile_ln = _tile_at(tile, tiles_m, tiles_n * leaves, GROUP_M)
-        row = tile_m * 128 + HALF_INDEX * 64
-        col = tile_ln % tiles_n * BLOCK_N
-        leaf = tile_ln // tiles_n
-        tma.store_wait(0)
-        mbarrier.expect(loaded, out_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(out_desc, [leaf, row, col], loaded, out_buf)
-        for sample in range(samples):
-            start = gl.load(cu_ptr + sample)
-            stop = gl.load(cu_ptr + sample + 1)
-            if stop > start:
-                acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
-                for token in range(start, stop, BLOCK_K):
-                    slot = i % STAGES
-                    mbarrier.wait(full.index(slot), i // STAGES & 1)
-                    a = a_bufs.index(2 * slot + HALF_INDEX)
-                    if stop - token < BLOCK_K:
-                        _zero_rows_from(a, stop - token, BLOCK_K)
-                    acc = warpgroup_mma(
-                        a.permute((1, 0)), b_bufs.index(slot), acc, use_acc=token > start, is_async=True
-                    )
-                    acc = warpgroup_mma_wait(1, (acc,))
-                    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=token > start)
-                    i += 1
-                acc = warpgroup_mma_wait(0, (acc,))
-                mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))
-                mbarrier.wait(loaded, tiles & 1)
-                flat.store(flat.load(layout) + acc)
-        mbarrier.wait(loaded, tiles & 1)
-        tiles += 1  # noqa: SIM113 - the kernel language has no enumerate
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [leaf, row, col], out_buf)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["samples", "tiles_m", "tiles_n", "leaves"])
-def weight_grad_kernel(
-    dy_desc, x_desc, out_desc, cu_ptr,
-    samples, tiles_m, tiles_n, leaves, x_leaf,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """out[l] += dy_s.T @ x_s[l] for each sample s in order, in persistent programs."""
-    BLOCK_K: gl.constexpr = dy_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = x_desc.block_type.shape[1]
-    a_bufs = gl.allocate_shared_memory(dy_desc.dtype, [2 * STAGES, BLOCK_K, 64], dy_desc.layout)
-    b_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], x_desc.layout)
-    out_bufs = gl.allocate_shared_memory(gl.float32, [2, 1, 64, BLOCK_N], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(loaded.index(half), count=1)
-    gl.warp_specialize(
-        [
-            (
-                _accumulate_samples,
-                (
-                    out_desc, a_bufs, b_bufs, out_bufs.index(0), full, empty, loaded.index(0), cu_ptr,
-                    samples, tiles_m, tiles_n, leaves, 0, GROUP_M, BLOCK_N, BLOCK_K, STAGES,
-                ),
-            ),
-            (
-                _accumulate_samples,
-                (
-                    out_desc, a_bufs, b_bufs, out_bufs.index(1), full, empty, loaded.index(1), cu_ptr,
-                    samples, tiles_m, tiles_n, leaves, 1, GROUP_M, BLOCK_N, BLOCK_K, STAGES,
-                ),
-            ),
-            (
-                _load_samples,
-                (
-                    dy_desc, x_desc, a_bufs, b_bufs, full, empty, cu_ptr,
-                    samples, tiles_m, tiles_n, leaves, x_leaf, GROUP_M, BLOCK_N, BLOCK_K, STAGES,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
 @lru_cache(maxsize=256)
 def shared_layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block lies in shared memory; working it out costs more than a launch, so it is kept."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float32
     return gl.NVMMASharedLayout.get_default_for(list(shape), kind)
 
 
-def _matrix(base: Tensor, rows: int, columns: int, stride: int, block: list[int]) -> TensorDescriptor:
+def matrix(base: Tensor, rows: int, columns: int, stride: int, block: list[int]) -> TensorDescriptor:
+    """Descriptor of a matrix of contiguous rows, `stride` elements apart."""
     return TensorDescriptor(
         base, [rows, columns], [stride, 1], block, shared_layout(tuple(block), base.dtype)
     )
 
 
-def _stack(base: Tensor, block: list[int]) -> TensorDescriptor:
+def stack(base: Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor of a [G, M, N] view; the copy engine clips M and N for each g."""
     return TensorDescriptor(
         base, list(base.shape), list(base.stride()), block, shared_layout(tuple(block), base.dtype)
@@ -393,32 +261,18 @@ def leaf_products(
     shared_a = a.stride(0) == 0
     a_columns = k if shared_a else a.shape[0] * k
     if trans_b:
-        b_desc = _matrix(b, b.shape[0] * columns, k, b.stride(2), [tile.n, BLOCK_K])
+        b_desc = matrix(b, b.shape[0] * columns, k, b.stride(2), [tile.n, BLOCK_K])
     else:
-        b_desc = _matrix(b, b.shape[0] * k, columns, b.stride(1), [BLOCK_K, tile.n])
+        b_desc = matrix(b, b.shape[0] * k, columns, b.stride(1), [BLOCK_K, tile.n])
     tiles_m, tiles_n = triton.cdiv(rows, BLOCK_M), triton.cdiv(columns, tile.n)
     leaf_products_kernel[(min(programs, tiles_m * tiles_n * groups),)](
-        _matrix(a, rows, a_columns, a.stride(1), [HALF, BLOCK_K]),
+        matrix(a, rows, a_columns, a.stride(1), [HALF, BLOCK_K]),
         b_desc,
-        _stack(out, [1, HALF, tile.store]),
+        stack(out, [1, HALF, tile.store]),
         out if bias is None else bias,
         tiles_m, tiles_n, groups, triton.cdiv(k, BLOCK_K), first, columns,
         0 if shared_a else k, columns if trans_b else k,
         LEAVES=leaves, TRANS_B=trans_b, ROUND_LEAF=round_leaf, HAS_BIAS=bias is not None,
         GROUP_M=tile.group_m, STAGES=tile.stages, BLOCK_N=tile.n,
-        num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
-
-
-def weight_grad(dy: Tensor, x: Tensor, spans: Spans, out: Tensor, *, tile: GemmTile, programs: int) -> None:
-    """gemm.weight_grad for bf16 dy [T, N] and x [T, L, k]."""
-    leaves, rows, columns = out.shape
-    tiles_m, tiles_n = triton.cdiv(rows, BLOCK_M), triton.cdiv(columns, tile.n)
-    weight_grad_kernel[(min(programs, tiles_m * tiles_n * leaves),)](
-        _matrix(dy, dy.shape[0], rows, dy.stride(0), [tile.k, HALF]),
-        _matrix(x, x.shape[0], leaves * columns, x.stride(0), [tile.k, tile.n]),
-        _stack(out, [1, HALF, tile.n]),
-        spans.cu_seqlens, len(spans), tiles_m, tiles_n, leaves, columns,
-        GROUP_M=tile.group_m, STAGES=tile.stages,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

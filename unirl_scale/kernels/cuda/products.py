@@ -6,9 +6,15 @@ import torch
 import triton
 from torch import Tensor
 
-from unirl_scale.kernels.cuda import decode, gemm, hopper_gemm
+from unirl_scale.kernels.cuda import decode, gemm, hopper_gemm, hopper_weight_grad
 from unirl_scale.kernels.cuda.device import Device
-from unirl_scale.kernels.cuda.tiles import decode_tile, gemm_tile, weight_grad_tile
+from unirl_scale.kernels.cuda.tiles import (
+    GEMM_ROWS,
+    NARROW_COLUMNS,
+    decode_tile,
+    gemm_tile,
+    weight_grad_tile,
+)
 from unirl_scale.kernels.spans import Spans
 
 BLOCK_K = 64
@@ -76,6 +82,11 @@ class Products:
                 programs=self.device.programs,
             )
 
+    def few_tiles(self, rows: int, columns: int, leaves: int) -> bool:
+        """Whether adding leaves in registers would leave programs idle that leaves side by side keep busy."""
+        tiles = triton.cdiv(rows, GEMM_ROWS) * triton.cdiv(columns, NARROW_COLUMNS)
+        return rows <= decode.MAX_ROWS or tiles * leaves <= self.device.programs
+
     def _fits_hopper(self, a: Tensor, weight: Tensor, out: Tensor) -> bool:
         leaves, _, k = a.shape
         adjacent = leaves == 1 or a.stride(0) in (0, k)
@@ -102,6 +113,6 @@ class Products:
         )
         if fits:
             tile = weight_grad_tile(rows, columns, leaves, self.device.programs)
-            hopper_gemm.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
+            hopper_weight_grad.weight_grad(dy, x, spans, out, tile=tile, programs=self.device.programs)
         else:
             gemm.weight_grad(dy, x, spans, out)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from unirl_scale.core.errors import ShapeError
+from unirl_scale.kernels.cuda.attention import query_block
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
 
 
 def expect(condition: bool, op: str, rule: str, *tensors: Tensor) -> None:
@@ -35,3 +39,41 @@ def expect_fp32(op: str, *tensors: Tensor) -> None:
         "takes contiguous fp32 tensors",
         *tensors,
     )
+
+
+def expect_attention(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q [T, h, d], k and v [T, hk, d] with hk dividing h."""
+    fits = (
+        q.dim() == 3 and k.shape == v.shape and k.shape[::2] == q.shape[::2] and q.shape[1] % k.shape[1] == 0
+    )
+    expect(fits, op, "q [T, h, d], k and v [T, hk, d] with hk dividing h", q, k, v)
+    expect_heads(op, q, k, v)
+
+
+def expect_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dtype, head size and group size that the attention kernels take; the head dim is contiguous."""
+    expect_dtype(op, q, k, v)
+    limit = query_block(q.dtype)
+    fits = q.shape[-1] <= MAX_HEAD_DIM and q.shape[1] // k.shape[-2] <= limit
+    expect(
+        fits and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1,
+        op,
+        f"takes d <= {MAX_HEAD_DIM}, at most {limit} query heads a kv head and contiguous d",
+        q,
+        k,
+        v,
+    )
+
+
+def expect_vocab(op: str, logits: Tensor, leaves: int, valid: Sequence[int], targets: Tensor) -> None:
+    """logits fp32 [T, L*v], valid columns of each of L leaves, targets [T]."""
+    expect_fp32(op, logits)
+    fits = (
+        logits.dim() == 2
+        and len(valid) == leaves
+        and logits.shape[1] % leaves == 0
+        and all(0 <= n <= logits.shape[1] // leaves for n in valid)
+        and targets.shape == logits.shape[:1]
+    )
+    rule = f"takes logits [T, L*v] for L = {leaves} leaves of valid columns {list(valid)}, targets [T]"
+    expect(fits, op, rule, logits, targets)

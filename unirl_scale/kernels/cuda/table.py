@@ -15,16 +15,24 @@ from unirl_scale.kernels.cuda import (
     norm,
     optimizer,
     pointwise,
+    sampling,
     sums,
     vocab,
 )
-from unirl_scale.kernels.cuda.decode import MAX_ROWS as SIDE_BY_SIDE_ROWS
 from unirl_scale.kernels.cuda.device import Device
 from unirl_scale.kernels.cuda.gemm import REGISTER_LEAVES
 from unirl_scale.kernels.cuda.products import Products, copyable
-from unirl_scale.kernels.cuda.shapes import expect, expect_dtype, expect_fp32
+from unirl_scale.kernels.cuda.shapes import (
+    expect,
+    expect_attention,
+    expect_dtype,
+    expect_fp32,
+    expect_heads,
+    expect_vocab,
+)
+from unirl_scale.kernels.pages import check_pages
 from unirl_scale.kernels.spans import Spans
-from unirl_scale.kernels.table import Nodes
+from unirl_scale.kernels.table import SAMPLE_SCALE, Nodes
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -101,8 +109,8 @@ class CudaOps:
         out = torch.empty(len(nodes), a.shape[1], width, dtype=torch.float32, device=a.device)
         for i, (start, stop) in enumerate(nodes):
             count = stop - start
-            if count > 1 and a.shape[1] <= SIDE_BY_SIDE_ROWS:
-                # Few rows: every leaf is a program's work of its own, and the tree joins them afterwards.
+            if count > 1 and self.products.few_tiles(a.shape[1], width, count):
+                # Every leaf is a program's work of its own, and the tree joins them afterwards.
                 single = torch.empty(count, a.shape[1], width, dtype=torch.float32, device=a.device)
                 shifted = (a[start:stop], b[start:stop])
                 self.products.sum_leaves(*shifted, single, first=0, leaves=1, round_leaf=round_leaf)
@@ -238,7 +246,7 @@ class CudaOps:
 
     # ---- attention --------------------------------------------------------------------------------
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-        self._expect_attention("attention", q, k, v)
+        expect_attention("attention", q, k, v)
         expect(q.shape[0] == spans.total, "attention", f"spans hold {spans.total} tokens", q)
         if self._fits_hopper_attention(q, k, v):
             return hopper_attention.attention(q, k, v, spans, scale, device=self.device)
@@ -247,7 +255,7 @@ class CudaOps:
     def attention_dx(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._expect_attention("attention_dx", q, k, v)
+        expect_attention("attention_dx", q, k, v)
         expect(
             do.shape == o.shape == q.shape and lse.shape == q.shape[:2] and o.is_contiguous(),
             "attention_dx",
@@ -263,24 +271,19 @@ class CudaOps:
         return attention_dx_kernels.attention_dx(do, q, k, v, o, lse, spans, scale)
 
     def attention_decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        expect(
-            q.dim() == 3
-            and k_cache.dim() == 4
-            and k_cache.shape == v_cache.shape
-            and k_cache.shape[0] == q.shape[0] == lengths.shape[0]
-            and k_cache.shape[3] == q.shape[2]
-            and q.shape[1] % k_cache.shape[2] == 0,
-            "attention_decode",
-            "q [B, h, d], caches [B, S, hk, d] with hk dividing h, lengths [B]",
-            q,
-            k_cache,
-            v_cache,
-            lengths,
-        )
-        self._expect_heads("attention_decode", q, k_cache, v_cache)
-        return attention_kernels.attention_decode(q, k_cache, v_cache, lengths, scale)
+        tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
+        check_pages(q, k_pages, v_pages, block_table, lengths, tile)
+        expect(block_table.stride(1) == 1, "attention_decode", "block_table rows are contiguous", block_table)
+        expect_heads("attention_decode", q, k_pages, v_pages)
+        return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
 
     def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
@@ -290,39 +293,11 @@ class CudaOps:
             and copyable(q, k, v)
         )
 
-    def _expect_attention(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        expect(
-            q.dim() == 3
-            and k.shape == v.shape
-            and k.shape[::2] == q.shape[::2]
-            and q.shape[1] % k.shape[1] == 0,
-            op,
-            "q [T, h, d], k and v [T, hk, d] with hk dividing h",
-            q,
-            k,
-            v,
-        )
-        self._expect_heads(op, q, k, v)
-
-    def _expect_heads(self, op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        expect_dtype(op, q, k, v)
-        limit = attention_kernels.query_block(q.dtype)
-        expect(
-            q.shape[-1] <= 256
-            and q.shape[1] // k.shape[-2] <= limit
-            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1,
-            op,
-            f"takes d <= 256, at most {limit} query heads a kv head and contiguous d",
-            q,
-            k,
-            v,
-        )
-
     # ---- vocabulary -------------------------------------------------------------------------------
     def vocab_stats(
         self, logits: Tensor, leaves: int, valid: Sequence[int], targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        self._expect_vocab("vocab_stats", logits, leaves, valid, targets)
+        expect_vocab("vocab_stats", logits, leaves, valid, targets)
         return vocab.vocab_stats(logits, self._valid_columns(valid, logits.device), targets)
 
     def vocab_dlogits(
@@ -336,32 +311,31 @@ class CudaOps:
         grad_logprob: Tensor,
         grad_entropy: Tensor,
     ) -> Tensor:
-        self._expect_vocab("vocab_dlogits", logits, leaves, valid, targets)
+        expect_vocab("vocab_dlogits", logits, leaves, valid, targets)
         expect_fp32("vocab_dlogits", lse, entropy, grad_logprob, grad_entropy)
         columns = self._valid_columns(valid, logits.device)
         return vocab.vocab_dlogits(logits, columns, targets, lse, entropy, grad_logprob, grad_entropy)
-
-    def _expect_vocab(
-        self, op: str, logits: Tensor, leaves: int, valid: Sequence[int], targets: Tensor
-    ) -> None:
-        expect_fp32(op, logits)
-        expect(
-            logits.dim() == 2
-            and len(valid) == leaves
-            and logits.shape[1] % leaves == 0
-            and all(0 <= n <= logits.shape[1] // leaves for n in valid)
-            and targets.shape == logits.shape[:1],
-            op,
-            f"takes logits [T, L*v] for L = {leaves} leaves of valid columns {list(valid)}, targets [T]",
-            logits,
-            targets,
-        )
 
     def _valid_columns(self, valid: Sequence[int], device: torch.device) -> Tensor:
         key = (device, tuple(valid))
         if key not in self._valid:
             self._valid[key] = vocab.valid_columns(valid, device)
         return self._valid[key]
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        expect(
+            logits.dim() == 2
+            and logits.dtype == torch.float32
+            and logits.stride(1) == 1
+            and uniforms.shape == logits.shape[:1]
+            and uniforms.dtype == torch.float64
+            and uniforms.is_contiguous(),
+            "sample",
+            "takes logits fp32 [B, V] with contiguous rows, uniforms fp64 [B]",
+            logits,
+            uniforms,
+        )
+        return sampling.sample(logits, uniforms, SAMPLE_SCALE)
 
     def embedding_dw(self, dy: Tensor, ids: Tensor, out: Tensor) -> None:
         expect(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 GEMM_ROWS = 128
+NARROW_COLUMNS = 64
 # Time of a tile relative to a 128 x 256 one, K being equal.
 _TILE_COST = {256: 1.0, 128: 0.53, 64: 0.31}
 _WEIGHT_GRAD_COST = {256: 1.0, 128: 0.515, 64: 0.3}

@@ -138,16 +138,17 @@ class Loader:
         }
         asked = self.world.all_gather_object([self._request(r) for r in wanted.values()])
         bad: dict[tuple[str, Site], str] = {}
+        done: set[tuple[str, int]] = set()
         for turn in range(0, max(len(a) for a in asked), _ROUND_CHUNKS):
             for request, data in self._round([a[turn : turn + _ROUND_CHUNKS] for a in asked]):
                 try:
                     key = (request.file, request.chunk)
                     deliver(wanted[key], data, f"{request.site.path} on {request.site.node}")
                     self.far_bytes += data.numel()
-                    del wanted[key]
+                    done.add(key)
                 except DamagedError as error:
                     bad[request.file, request.site] = str(error)
-        left = [r for r in reads if (r.part.file, r.chunk) in wanted or self._openable(r.part) is not None]
+        left = [r for r in reads if (r.part.file, r.chunk) not in done]
         return left, [(file, site, text) for (file, site), text in bad.items()]
 
     def _request(self, read: ChunkRead) -> _Request:

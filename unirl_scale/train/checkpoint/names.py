@@ -51,6 +51,8 @@ def delete_run(path: Path) -> None:
     """Delete a run's saves and its identity; files of others stay."""
     for name in save_names(path):
         shutil.rmtree(path / str(name))
-    for file in (path / RUN, path / LATEST):
+    for file in (path / RUN, path / LATEST, *path.glob("step-*.failed")):
         file.unlink(missing_ok=True)
+    for folder in (*path.glob("removed.step-*"), *path.glob("leaving.*")):
+        shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(path / INCARNATIONS, ignore_errors=True)

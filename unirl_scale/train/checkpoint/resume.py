@@ -50,7 +50,7 @@ def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: 
         return None
     notes: list[str] = []
     for source, in_memory in _candidates(cfg, session, world, notes):
-        _require_same(cfg, source, data)
+        require_same(cfg, source, data)
         started = time.perf_counter()
         try:
             loader = Loader(session, world, source, mapped=in_memory)
@@ -87,7 +87,8 @@ def _candidates(
     cfg: RunConfig, session: Session, world: Group, notes: list[str]
 ) -> Iterator[tuple[Source, bool]]:
     """(source, whether it is in memory), newest first, the same on every rank; each `next` is collective."""
-    memory = memory_sources(session, world)
+    memory, wrong = memory_sources(session, world)
+    notes += wrong
     below = None
     while True:
         found, skipped = newest_on_disk(session.store, below) if world.index == 0 else (None, [])
@@ -139,7 +140,7 @@ def _load(roles: Roles, head: Head, loader: Loader) -> Loaded:
 
 
 # ---- does it belong here ------------------------------------------------------------------------------
-def _require_same(cfg: RunConfig, source: Source, data: str) -> None:
+def require_same(cfg: RunConfig, source: Source, data: str) -> None:
     """The save fits this configuration's models, stages and data.
 
     Raises:

@@ -189,9 +189,9 @@ class Checkpointer:
             whole[other].release()
         if step is None:
             return False
-        if step == self.saves.requested_step and self.saves.wait():
+        if step == self.saves.requested_step:  # done or failed; a save is never written twice
             whole[step].release()
-            return True
+            return self.saves.wait()
         self.saves.requested_step = step
         self.saves.start(whole[step], end - time.monotonic())
         return self.saves.wait()

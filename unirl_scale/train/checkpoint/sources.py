@@ -140,8 +140,10 @@ class _Pile:
     found: list[_Found] = field(default_factory=list)
 
 
-def memory_sources(session: Session, world: Group) -> list[Source]:
-    """Snapshots that the nodes' memories still hold whole, newest first; collective, equal on every rank."""
+def memory_sources(session: Session, world: Group) -> tuple[list[Source], list[str]]:
+    """Snapshots that the nodes' memories hold, newest first, and what is wrong with others. Collective, equal
+    on every rank. One that lacks a rank's part is no snapshot and not worth a word: a start leaves such ones.
+    """
     node = session.nodes[session.rank]
     mine: list[_Found] = []
     if session.speaks_for_node:
@@ -160,12 +162,22 @@ def memory_sources(session: Session, world: Group) -> list[Source]:
     piles: dict[When, _Pile] = {}
     for f in (f for held in world.all_gather_object(mine) for f in held):
         piles.setdefault(f.when, _Pile(writers=f.writers)).found.append(f)
-    sources = (_assembled(pile) for _, pile in sorted(piles.items(), reverse=True))
-    return [s for s in sources if s is not None]
+    sources, wrong = [], []
+    for when, pile in sorted(piles.items(), reverse=True):
+        if {f.rank for f in pile.found} == set(range(pile.writers)):
+            try:
+                sources.append(_assembled(pile))
+            except CheckpointError as error:
+                wrong.append(f"snapshot of step {when[0]}, incarnation {when[1]}, in memory: {error}")
+    return sources, wrong
 
 
-def _assembled(pile: _Pile) -> Source | None:
-    """A snapshot whose parts are all there, or None."""
+def _assembled(pile: _Pile) -> Source:
+    """A snapshot whose parts are all there.
+
+    Raises:
+        CheckpointError: they do not belong together.
+    """
     sites: dict[str, list[Site]] = {}
     by_rank: dict[int, Manifest] = {}
     for f in pile.found:
@@ -176,13 +188,8 @@ def _assembled(pile: _Pile) -> Source | None:
             sites.setdefault(name, []).append(Site(node=f.node, path=Path(f.folder) / part.file))
             parts.append(replace(part, file=name))
         by_rank.setdefault(f.rank, replace(record, parts=tuple(parts)))
-    if by_rank.keys() != set(range(pile.writers)):
-        return None
-    try:
-        manifest = merged(by_rank.values())
-        require_whole(manifest)
-    except CheckpointError:
-        return None
+    manifest = merged(by_rank.values())
+    require_whole(manifest)
     step, incarnation = manifest.head.when
     return Source(
         what=f"snapshot of step {step}, incarnation {incarnation}, in memory",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from unirl_scale.core.errors import CheckpointError
@@ -36,14 +36,6 @@ class Store:
     def names(self) -> list[SaveName]:
         """All save directories, half-written ones too, newest first."""
         return save_names(self.path)
-
-    def durable(self) -> Iterator[tuple[SaveName, Manifest]]:
-        """Saves with a sound manifest and every file at its full length, newest first."""
-        for name in self.names():
-            try:
-                yield name, self.read(name)
-            except CheckpointError:
-                continue
 
     def read(self, name: SaveName) -> Manifest:
         """A save's manifest, after every check that reads no tensor.
@@ -115,29 +107,52 @@ class Store:
         """Delete saves older than the newest `keep` durable ones, and half-written ones of dead incarnations.
 
         A save counts as kept only while its manifest and file lengths hold, so damaged ones never push out
-        the only good one. The manifest goes first: a half-deleted save is a half-written one.
+        the only good one.
         """
-        good: list[SaveName] = []
-        removed: list[SaveName] = []
-        for name in self.names():
-            try:
-                self.read(name)
-                sound = True
-            except CheckpointError:
-                sound = False
-            if sound and len(good) < keep:
-                good.append(name)
-                continue
-            unfinished = not sound and not (self.folder(name) / MANIFEST).exists()
-            dead = unfinished and name.incarnation < incarnation and bool(good)
-            if len(good) >= keep or dead:
-                self.remove(name)
-                removed.append(name)
+        names = self.names()
+        good = [name for name in names if self._is_sound(name)][:keep]
+        if not good:
+            return []
+        full = len(good) == keep
+        removed = [
+            name
+            for name in names
+            if (full and name < good[-1]) or (name not in good and self._is_dead(name, incarnation))
+        ]
+        for name in removed:
+            self.remove(name)
+        for mark in self.path.glob("step-*.failed"):
+            mark.unlink(missing_ok=True)
         return removed
 
+    def _is_sound(self, name: SaveName) -> bool:
+        try:
+            self.read(name)
+        except CheckpointError:
+            return False
+        return True
+
+    def _is_dead(self, name: SaveName, incarnation: int) -> bool:
+        return name.incarnation < incarnation and not (self.folder(name) / MANIFEST).exists()
+
     def remove(self, name: SaveName) -> None:
-        (self.folder(name) / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(self.folder(name), ignore_errors=True)
+        """Delete a save. Out of sight first, by rename: no rank can add a file to it then, and what a kill
+        leaves half-deleted is not a save."""
+        folder = self.folder(name)
+        hidden = folder.with_name(f"removed.{name}")
+        with suppress(FileNotFoundError):
+            folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    # ---- saves that failed ----------------------------------------------------------------------------
+    def mark_failed(self, name: SaveName, reason: str) -> None:
+        """Tell ranks that have not begun a save that there is none any more."""
+        (self.path / f"{name}.failed").write_text(reason)
+
+    def failure(self, name: SaveName) -> str | None:
+        """Why a save was given up, or None."""
+        mark = self.path / f"{name}.failed"
+        return mark.read_text() if mark.exists() else None
 
 
 def read_save(folder: Path) -> Manifest:

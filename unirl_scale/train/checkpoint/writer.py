@@ -4,9 +4,9 @@
     rank 0        wait for all records, check that they tile the state, manifest by rename,
                   `latest`, retention
 
-Ranks meet through files alone, so that a save needs no collective while training runs: a rank that fails
+Ranks meet through files alone, so that a save needs no collective while training runs. A rank that fails
 leaves `.failed`, a rank that dies leaves nothing, and rank 0 stops waiting at the deadline. A failed save is
-removed.
+renamed away and removed; a save's directory is made once, by rank 0, and never again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ POINTS = (
     "after manifest",
     "before retention",
 )
-_PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+# ENOENT: rank 0 has removed the save. EEXIST: the save was written before.
+_PERMANENT = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.EEXIST,
+}
 _ATTEMPTS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 8, 0.05, 2.0
 
 
@@ -151,9 +161,10 @@ class SaveThread:
 
     def _write(self) -> None:
         folder = self.store.folder(self.job.name)
-        self._retrying(lambda: folder.mkdir(parents=True, exist_ok=True))
-        if (folder / MANIFEST).exists():
-            raise CheckpointError(f"{folder}: is durable already; a save is never written twice")
+        if self.job.rank == 0:
+            self._retrying(lambda: folder.mkdir(parents=True))
+        else:
+            self._wait_for_folder(folder)
         self._probe("before write")
         for file in self.job.files:
             self._retrying(partial(self._place, folder / file.part.file, file))
@@ -162,6 +173,18 @@ class SaveThread:
         self._check()
         record = Manifest(head=self.job.head, parts=tuple(f.part for f in self.job.files))
         self._retrying(lambda: write_durably(folder / record_name(self.job.rank), manifest_bytes(record)))
+
+    def _wait_for_folder(self, folder: Path) -> None:
+        """Rank 0 alone makes the folder, so that nobody makes it again once rank 0 removed it."""
+        pause = _FIRST_PAUSE_S
+        while not folder.exists():
+            if (reason := self.store.failure(self.job.name)) is not None:
+                raise GivenUpError(f"rank 0: {reason}")
+            self._check()
+            self._cancelled.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if (folder / MANIFEST).exists():
+            raise CheckpointError(f"{folder}: is durable already; a save is never written twice")
 
     def _retrying(self, action: Callable[[], None]) -> None:
         """Try again after an error that may pass, with growing pauses, within the deadline."""
@@ -217,6 +240,7 @@ class SaveThread:
                 return
             if self.job.rank == 0:
                 self.store.remove(name)
+                self.store.mark_failed(name, self.error)
                 return
             for path in folder.glob(f"{rank_name(self.job.rank)}.*"):
                 path.unlink(missing_ok=True)

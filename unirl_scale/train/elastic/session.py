@@ -28,7 +28,7 @@ from unirl_scale.train.elastic.links import own_address
 from unirl_scale.train.elastic.membership import Membership, Pace, Seat
 from unirl_scale.train.elastic.timeline import Timeline
 from unirl_scale.train.elastic.view import View
-from unirl_scale.train.loop import BACKENDS, end_if_asked, train
+from unirl_scale.train.loop import BACKENDS, agree, end_if_asked, train
 from unirl_scale.train.metrics import Reporter, SilentReporter
 from unirl_scale.train.setup import Setup, prepare
 from unirl_scale.train.stopping import StopRequest
@@ -60,7 +60,7 @@ def run_elastic(
         ElasticError: the job cannot go on.
         Stopped: `stop` asked for it.
     """
-    setup = prepare(cfg, rank_info)
+    setup = prepare(cfg)
     gc.freeze()  # what is there now stays; a collection between views need not look at it
     progress.observers = (*progress.observers, stop.observe)
     meets_at = rank_info.master_addr
@@ -180,6 +180,7 @@ class _Session:
             if again:
                 reporter.note(f"view {view.incarnation}: {factory.world_size} ranks, {layout}")
             self._time(view, layout, elastic_dir(cfg) / "events.jsonl")
+        agree(factory.world, self.setup.task)
         info = replace(self.rank_info, rank=factory.rank, world_size=factory.world_size)
         train(self.setup, cfg, info, factory, reporter, self.stop, self.boundary, again=again)
 
