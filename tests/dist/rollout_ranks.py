@@ -87,6 +87,7 @@ def sample_and_score(groups: GroupFactory, run: Run) -> Outcome:
     """Sample on the rollout mesh, then score the same tokens with the training forward."""
     with torch.no_grad():
         roles = Roles(run.cfg, groups, ReferenceOps(), torch.device("cpu"))
+        roles.prepare(critic=False, reference=False)
         rng = random.Random(5)
         lengths = [rng.randrange(1, 12) for _ in range(PROMPTS)]
         prompts = [tuple(rng.randrange(GQA.vocab_size) for _ in range(n)) for n in lengths]
