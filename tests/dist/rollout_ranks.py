@@ -10,7 +10,14 @@ import torch
 
 from tests.dist.engine_ranks import GQA
 from unirl_scale.comm.groups import GroupFactory
-from unirl_scale.core.config import InvarianceConfig, MeshConfig, MeshesConfig, ModelsConfig, RolloutConfig, RunConfig
+from unirl_scale.core.config import (
+    InvarianceConfig,
+    MeshConfig,
+    MeshesConfig,
+    ModelsConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from unirl_scale.core.load import resolve
 from unirl_scale.kernels.check import same_bits
 from unirl_scale.kernels.reference import ReferenceOps

@@ -95,8 +95,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_counted_bytes_equal_the_prediction(run_ranks: RankPool, name: str, head: str) -> None:
     mesh = LAYOUTS[name]
-    case = Case(model=GQA, leaves=6, mesh=mesh, head=head) if mesh.tp == 3 else Case(
-        model=MHA, mesh=mesh, head=head
+    case = (
+        Case(model=GQA, leaves=6, mesh=mesh, head=head)
+        if mesh.tp == 3
+        else Case(model=MHA, mesh=mesh, head=head)
     )
     world = mesh.tp * mesh.pp * mesh.dp
     counted = run_ranks(run_step, world, case, None)

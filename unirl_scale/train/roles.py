@@ -118,8 +118,8 @@ class Roles:
         return Role(name=name, world=self.world, mesh=mesh, slots=slots, head=head, engine=engine)
 
     def prepare(self, critic: bool, reference: bool) -> None:
-        """Build what a stage needs and nothing else. A role without weights gets its first ones; the reference
-        is the actor as it is now."""
+        """Build what a stage needs and nothing else. A role without weights gets its first ones; the
+        reference is the actor as it is now."""
         models = self.cfg.model
         self._begin(self.actor, models.actor_path, self.cfg.seed)
         if critic:
