@@ -8,6 +8,7 @@ import pytest
 
 from unirl_scale.core.check import check, world_size_of
 from unirl_scale.core.config import (
+    CheckpointConfig,
     ElasticConfig,
     InvarianceConfig,
     MeshConfig,
@@ -30,6 +31,7 @@ def config(
         model=ModelsConfig(actor=ModelConfig(num_layers=4, ffn_size=384)),
         mesh=MeshesConfig(actor=actor, **meshes),
         stages=(StageConfig(batch_size=slots * 4),),
+        checkpoint=CheckpointConfig(snapshot_every=1),
         elastic=ElasticConfig(enabled=True, model_parallel_floor=floor),
     )
 
@@ -67,6 +69,9 @@ def test_every_number_of_ranks_gets_a_legal_layout_with_the_same_bits(ranks: int
     used = world_size_of(chosen)
     assert check(chosen, used) == [] and used <= ranks
     assert replace(chosen, mesh=resolve(LARGE).mesh) == resolve(LARGE)  # nothing but the meshes changed
+    assert (
+        relayout(LARGE, used) == chosen
+    )  # what those who have a rank choose, who know nothing of the others
 
 
 def test_more_ranks_never_mean_more_work_on_the_busiest() -> None:
