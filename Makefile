@@ -24,7 +24,7 @@ test: $(READY) lint
 	OMP_NUM_THREADS=1 MKL_CBWR=AVX2,STRICT $(BIN)/python -m pytest
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 MKL_CBWR=AVX2,STRICT $(BIN)/python -m pytest -m "slow and not cuda and not npu"
+	OMP_NUM_THREADS=1 MKL_CBWR=AVX2,STRICT $(BIN)/python -m pytest -x -m "slow and not cuda and not npu"
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/price.py

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from unirl_scale.train.checkpoint.memory import MemoryFolder
 from unirl_scale.train.checkpoint.resume import restore
 from unirl_scale.train.checkpoint.saving import Checkpointer
 from unirl_scale.train.checkpoint.session import open_session
+from unirl_scale.train.checkpoint.writer import no_probe
 from unirl_scale.train.learn import hash_tensor, learn
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.state import TrainState
@@ -51,6 +54,7 @@ class Plan:
         end: "finish" as a run that is done, "abandon" as one that dies.
         ranks_per_node: for replicas; 0 = all on one.
         wrong: a negative control: one bit of the restored state is changed.
+        fault: (rank, step, label of `writer.POINTS`): that rank kills itself there.
     """
 
     path: str
@@ -63,6 +67,7 @@ class Plan:
     ranks_per_node: int = 0
     fingerprint: str = "data"
     wrong: bool = False
+    fault: tuple[int, int, str] | None = None
 
     @property
     def world_size(self) -> int:
@@ -123,15 +128,20 @@ def _run(groups: GroupFactory, plan: Plan) -> Outcome:
     elif plan.wrong and roles.actor.engine is not None:
         roles.actor.engine.optimizers[0].shard.exp_avg_sq.view(torch.int32)[:1] ^= 1
     state = restored.state if restored else TrainState()
-    checkpointer = Checkpointer(cfg, session, roles, groups, plan.fingerprint, restored=restored)
+    probe = Killer(plan.fault, rank) if plan.fault else no_probe
+    checkpointer = Checkpointer(cfg, session, roles, groups, plan.fingerprint, restored=restored, probe=probe)
     digests: Digests = {}
     warnings: list[str] = []
     while state.step < plan.stop:
         state, digests[state.step] = train(roles, state, checkpointer)
+        if isinstance(probe, Killer):
+            probe.step = state.step
         checkpointer.after_step(state)
         warnings += checkpointer.take_warnings()
     if plan.end == "finish":
         checkpointer.finish(state)
+    elif plan.end == "leave":
+        leave(roles, state, checkpointer)
     else:
         checkpointer.fence()
         checkpointer.abandon()
@@ -169,6 +179,25 @@ def train(roles: Roles, state: TrainState, checkpointer: Checkpointer) -> tuple[
         optimizer_steps=state.optimizer_steps + 1,
     )
     return state, digests
+
+
+class Killer:
+    """Kills the process of one rank at a labelled point of the save of one step."""
+
+    def __init__(self, fault: tuple[int, int, str], rank: int) -> None:
+        self.fault, self.rank, self.step = fault, rank, 0
+
+    def __call__(self, label: str) -> None:
+        if (self.rank, self.step, label) == self.fault:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(roles: Roles, state: TrainState, checkpointer: Checkpointer) -> None:
+    """What ranks do when they are told to go: the first half of them is a step ahead of the others."""
+    state, _ = train(roles, state, checkpointer)
+    if checkpointer.session.rank < checkpointer.world.size / 2:
+        checkpointer.after_step(state)
+    assert checkpointer.save_newest(20.0)
 
 
 def case(head: str) -> Case:

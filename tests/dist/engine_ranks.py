@@ -121,9 +121,8 @@ def build_role(groups: GroupFactory, case: Case) -> Role:
             case.model, case.mesh, context, case.head, max_tokens=case.max_tokens, inv_temperature=1.25
         )
         engine.initialise(7)
-    return Role(
-        name="actor", world=groups.world, mesh=mesh, slots=case.slots, head=case.head, engine=engine
-    )
+    slots = mesh.dp if case.mode == "off" else case.slots
+    return Role(name="actor", world=groups.world, mesh=mesh, slots=slots, head=case.head, engine=engine)
 
 
 def train_step(role: Role, case: Case, step: int) -> LearnReport:
@@ -142,6 +141,13 @@ def run_case(groups: GroupFactory, case: Case) -> Digests:
     assert all(r.result.applied and r.result.grad_norm > 0.5 for r in reports), "the clip must be active"
     assert case.head == "value" or all(r.sums["kl_loss"] > 0 for r in reports), "the KL must not vanish"
     return [r.digests for r in reports]
+
+
+def run_numbers(groups: GroupFactory, case: Case) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first steps, for runs that are near each other and no more."""
+    role = build_role(groups, case)
+    reports = [train_step(role, case, step) for step in range(2)]
+    return [(r.loss, r.result.grad_norm) for r in reports]
 
 
 MHA = ModelConfig(

@@ -88,9 +88,19 @@ class Cluster:
             time.sleep(0.3)
         return state
 
-    def stop_node(self, node: str) -> None:
-        """End a node's daemon, as if the host were gone."""
+    def lose_node(self, node: str, job: str) -> None:
+        """Kill a node's daemon and the job's processes there, as if the host were gone."""
         os.kill(int((self.folder / f"slurmd-{node}.pid").read_text()), 9)
+        for pid in _processes_with(f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}"):
+            os.kill(pid, 9)
+
+    def return_node(self, node: str) -> None:
+        """Start a lost node's daemon again, and wait until it can be used."""
+        self.run("slurmd", "-N", node)
+        deadline_s = time.monotonic() + 60
+        while self.run("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%t").strip() != "idle":
+            assert time.monotonic() < deadline_s, self.logs()
+            time.sleep(0.3)
 
     def logs(self) -> str:
         """The end of every daemon's log."""
@@ -173,6 +183,20 @@ def _end(folder: Path) -> None:
             os.kill(pid, 9)
         except ProcessLookupError:
             continue
+
+
+def _processes_with(*variables: str) -> list[int]:
+    """Processes that were started with these variables."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and set(variables) <= set(
+                (entry / "environ").read_text(errors="replace").split("\0")
+            ):
+                found.append(int(entry.name))
+        except OSError:  # ended meanwhile
+            continue
+    return found
 
 
 def _free_ports(count: int) -> list[int]:

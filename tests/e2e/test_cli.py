@@ -204,7 +204,7 @@ def test_an_error_that_only_follows_another_is_not_the_one_shown(folder: Path) -
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_every_rank_and_its_children(folder: Path, signum: int, status: int) -> None:
-    process = start(folder, "train", "run.yaml", "task.step_s=60", "task.child=true")
+    process = start(folder, "train", "run.yaml", "task.step_s=60", "task.child=true", "elastic.grace_s=1")
     wait_for(lambda: len(processes_of(folder)) >= 6)  # the launcher, rank 0 and four children at least
     process.send_signal(signum)
     _, err = process.communicate(timeout=20)

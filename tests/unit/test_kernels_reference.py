@@ -140,6 +140,23 @@ def test_blocked_products_are_row_and_leaf_invariant(dtype, columns) -> None:
         assert same_bits(own[0], every[leaf])
 
 
+def test_no_product_is_handed_to_a_matrix_vector_kernel(ops, monkeypatch) -> None:
+    """BLAS has other kernels, with other bits, for one row or one column (a value head, a decode step)."""
+    seen, mm = [], torch.mm
+
+    def recorded(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+        seen.append((a.shape[0], b.shape[1]))
+        return mm(a, b, **out)
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    x, w = normal(1, K, seed=0), normal(1, 1, K, seed=1)
+    assert error(ops.linear(x, w), x.double() @ w[0].double().t()) < 1e-6
+    ops.row_linear_nodes(normal(1, L * N, seed=2), normal(L, K, N, seed=3), ((0, L),))
+    ops.linear_dx_nodes(normal(1, L * N, seed=2), normal(L, N, K, seed=3), ((0, L),))
+    ops.row_linear_dx(x, normal(L, K, N, seed=3))
+    assert len(seen) == 1 + 3 * L and min(min(shape) for shape in seen) >= 16
+
+
 # ---- sums -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 31, 33])
 def test_tree_sum_is_the_canonical_tree(ops, count) -> None:

@@ -17,6 +17,7 @@ from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.preflight import (
     MAX_SKEW_S,
     Facts,
+    Refused,
     name_problem,
     port_is_free,
     port_problem,
@@ -88,7 +89,7 @@ def fly(
 def refusal(raised: list[BaseException | None]) -> str:
     """Rank 0's message; the other ranks must refer to it."""
     assert isinstance(raised[0], ConfigError)
-    assert all(isinstance(error, CommError) for error in raised[1:])
+    assert all(isinstance(error, Refused) for error in raised[1:])
     assert all("rank 0 refused" in str(error) for error in raised[1:])
     return str(raised[0])
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unirl_scale.comm.groups import Group
 from unirl_scale.comm.tree import Node
-from unirl_scale.comm.wire import failures_as_comm_errors
 from unirl_scale.core.errors import PlanError, ShapeError
 
 # Torch 2.13 renames this collective and warns about the old name; 2.11 has only the old one.
@@ -75,7 +74,7 @@ class FastReducer:
             row = padded.view(-1)
         source = row.to(self._group.device)
         out = torch.empty(longest, dtype=row.dtype, device=source.device)
-        with failures_as_comm_errors("reduce_scatter", self._group.ranks):
+        with self._group.transferring("reduce_scatter"):
             _reduce_scatter_flat(out, source, op=dist.ReduceOp.SUM, group=self._group.handle)
         self._count("reduce_scatter", source)
         return out[: sizes[self._group.index]].to(nodes.device)
@@ -96,7 +95,7 @@ class FastReducer:
         row = self._own_row(nodes)
         if self._group.size > 1:
             total = row.to(self._group.device)
-            with failures_as_comm_errors("all_reduce", self._group.ranks):
+            with self._group.transferring("all_reduce"):
                 dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self._group.handle)
             self._count("all_reduce", total)
             row = total.to(nodes.device)
@@ -115,7 +114,7 @@ class FastReducer:
         if self._group.size == 1:
             return row
         total = row.to(self._group.device)
-        with failures_as_comm_errors("reduce", self._group.ranks):
+        with self._group.transferring("reduce"):
             dist.reduce(total, group_dst=dst_index, op=dist.ReduceOp.SUM, group=self._group.handle)
         self._count("reduce", total)
         return total.to(nodes.device) if self._group.index == dst_index else None

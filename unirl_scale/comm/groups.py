@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unirl_scale.comm.breaker import Breaker
 from unirl_scale.comm.wire import Pending, Traffic, bytes_of, failures_as_comm_errors
 from unirl_scale.core.errors import CommError, MeshError, ShapeError
+from unirl_scale.core.progress import Progress
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,6 +47,7 @@ class Group:
         handle: torch process group; None when there is one member.
         device: where the backend reads and writes; a tensor that lives elsewhere is staged through it.
         traffic: counts the payload.
+        progress: is told of every transfer while this rank waits in it.
     """
 
     ranks: tuple[int, ...]
@@ -52,11 +55,18 @@ class Group:
     handle: dist.ProcessGroup | None = None
     device: torch.device = _CPU
     traffic: Traffic = field(default_factory=Traffic)
+    progress: Progress = field(default_factory=Progress)
 
     @classmethod
     def single(cls, rank: int = 0, device: torch.device | str = "cpu") -> Group:
         """A group of this rank alone, whose tensors live on `device`."""
         return cls(ranks=(rank,), index=0, device=torch.device(device))
+
+    @contextmanager
+    def transferring(self, kind: str) -> Iterator[None]:
+        """Around a call of the backend: tells `progress`, and turns its failure into a CommError."""
+        with failures_as_comm_errors(kind, self.ranks), self.progress.communicating(kind, self.ranks):
+            yield
 
     @property
     def size(self) -> int:
@@ -71,7 +81,7 @@ class Group:
         source = self._outgoing(t)
         gathered = torch.empty(self.size * source.numel(), dtype=torch.uint8, device=self.device)
         if source.numel():
-            with failures_as_comm_errors("all_gather", self.ranks):
+            with self.transferring("all_gather"):
                 _all_gather_flat(gathered, source, group=self.handle)
         others_bytes = source.numel() * (self.size - 1)
         self.traffic.add("all_gather", others_bytes, others_bytes)
@@ -131,9 +141,11 @@ class Group:
             work = dist.all_to_all_single(received, source, receives, sends, group=self.handle, async_op=True)
         self.traffic.add("all_to_all", sum(sends) - sends[self.index], sum(receives) - receives[self.index])
         if t.device == self.device:
-            return Pending("all_to_all", (work,), received.view(t.dtype), kept=source)
+            return Pending(
+                "all_to_all", (work,), received.view(t.dtype), kept=source, waiting=self.transferring
+            )
         result = torch.empty(sum(recv_sizes), dtype=t.dtype, device=t.device)
-        return Pending("all_to_all", (work,), result, kept=source, staged=received)
+        return Pending("all_to_all", (work,), result, kept=source, staged=received, waiting=self.transferring)
 
     def broadcast(self, t: Tensor, src_index: int) -> Tensor:
         """Overwrite the contiguous `t` of every member with that of member `src_index`; returns `t`."""
@@ -143,7 +155,7 @@ class Group:
         buffer, staged = self._landing(t)
         if is_source and staged is not None:
             buffer.copy_(bytes_of(t))
-        with failures_as_comm_errors("broadcast", self.ranks):
+        with self.transferring("broadcast"):
             dist.broadcast(buffer, group=self.handle, group_src=src_index)
         n_bytes = buffer.numel()
         self.traffic.add("broadcast", n_bytes * (self.size - 1) * is_source, n_bytes * (not is_source))
@@ -160,7 +172,7 @@ class Group:
         with failures_as_comm_errors("isend", self.ranks):
             work = dist.isend(source, group=self.handle, group_dst=dst_index)
         self.traffic.add("send", source.numel(), 0)
-        return Pending("isend", _started(work), t, kept=source)
+        return Pending("isend", _started(work), t, kept=source, waiting=self.transferring)
 
     def irecv(self, t: Tensor, src_index: int) -> Pending:
         """Start receiving into the contiguous `t`; messages of one pair of members arrive in the order they
@@ -170,7 +182,7 @@ class Group:
         with failures_as_comm_errors("irecv", self.ranks):
             work = dist.irecv(buffer, group=self.handle, group_src=src_index)
         self.traffic.add("recv", 0, buffer.numel())
-        return Pending("irecv", _started(work), t, kept=buffer, staged=staged)
+        return Pending("irecv", _started(work), t, kept=buffer, staged=staged, waiting=self.transferring)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
@@ -196,7 +208,7 @@ class Group:
             self.traffic.add("recv", 0, buffer.numel())
             ops.append(dist.P2POp(dist.irecv, buffer, group=self.handle, group_peer=peer))
             arrivals.append(Pending("exchange", (), t, kept=buffer, staged=staged))
-        with failures_as_comm_errors("exchange", self.ranks):
+        with self.transferring("exchange"):
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
         return [arrival.wait() for arrival in arrivals]
@@ -240,7 +252,7 @@ class Group:
         """Return once every member has called it."""
         if self.size == 1:
             return
-        with failures_as_comm_errors("barrier", self.ranks):
+        with self.transferring("barrier"):
             dist.barrier(
                 group=self.handle, device_ids=None if self.device.index is None else [self.device.index]
             )
@@ -290,10 +302,11 @@ class GroupFactory:
         world: the group of all ranks.
     """
 
-    def __init__(self, world: Group, timeout: timedelta) -> None:
+    def __init__(self, world: Group, timeout: timedelta, breaker: Breaker | None = None) -> None:
         self.world = world
         self.rank, self.world_size = world.ranks[world.index], world.size
         self._timeout = timeout
+        self._breaker = breaker or Breaker()
         self._built: dict[tuple[str, tuple[int, ...]], Group | None] = {("", world.ranks): world}
 
     def build_groups(
@@ -331,12 +344,19 @@ class GroupFactory:
     def _create(self, ranks: tuple[int, ...], *, host: bool) -> Group | None:
         handle = None
         if len(ranks) > 1:
-            with failures_as_comm_errors("new_group", ranks):
+            with failures_as_comm_errors("new_group", ranks), self._breaker.connecting():
                 handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo" if host else None)
         if self.rank not in ranks:
             return None
-        device = _CPU if host else self.world.device
-        group = Group(ranks=ranks, index=ranks.index(self.rank), handle=handle, device=device)
+        self._breaker.add(handle)
+        group = Group(
+            ranks=ranks,
+            index=ranks.index(self.rank),
+            handle=handle,
+            device=_CPU if host else self.world.device,
+            # A host group serves another thread, whose transfers are not what the training is doing.
+            progress=Progress() if host else self.world.progress,
+        )
         if group.device.type != "cpu":
             # NCCL and HCCL connect at the first call, which all members must then make: make it here.
             group.barrier()
@@ -353,6 +373,8 @@ def connect(
     init_method: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    breaker: Breaker | None = None,
 ) -> Iterator[GroupFactory]:
     """Join the world, and leave it when the block ends. A world of one starts no backend.
 
@@ -362,6 +384,8 @@ def connect(
         store, init_method: the rendezvous, exactly one of them; the environment is not read.
         timeout: after which a collective counts as failed.
         device: where the backend reads and writes.
+        progress: is told of every transfer of every group.
+        breaker: lets another thread end them all.
 
     Yields:
         The factory of this world's groups.
@@ -369,14 +393,15 @@ def connect(
     Raises:
         CommError: no rendezvous was given, or the ranks did not meet.
     """
+    progress, breaker = progress or Progress(), breaker or Breaker()
     if world_size == 1:
-        yield GroupFactory(Group.single(rank, device), timeout)
+        yield GroupFactory(replace(Group.single(rank, device), progress=progress), timeout)
         return
     if (store is None) == (init_method is None):
         raise CommError(f"connect: got store={store}, init_method={init_method}; needs exactly one of them")
     where = torch.device(device)
     try:
-        with failures_as_comm_errors("connect", range(world_size)):
+        with failures_as_comm_errors("connect", range(world_size)), breaker.connecting():
             dist.init_process_group(
                 backend,
                 store=store,
@@ -390,9 +415,17 @@ def connect(
         dist.distributed_c10d._world.group_count = 0
         raise
     try:
-        world = Group(ranks=tuple(range(world_size)), index=rank, handle=dist.group.WORLD, device=where)
+        world = Group(
+            ranks=tuple(range(world_size)),
+            index=rank,
+            handle=dist.group.WORLD,
+            device=where,
+            progress=progress,
+        )
+        breaker.add(dist.group.WORLD)
         world.barrier()  # a rank that fails early must not look like one that never came
-        yield GroupFactory(world, timeout)
+        yield GroupFactory(world, timeout, breaker)
         world.barrier()  # a rank that closes its sockets early fails its peers' last collective
     finally:
+        breaker.release()
         dist.destroy_process_group()

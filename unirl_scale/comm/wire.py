@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from unirl_scale.core.errors import CommError
+from unirl_scale.core.errors import CommError, UniRLError
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Work(Protocol):
 class Pending:
     """A transfer in flight. Holds every buffer it reads or writes until `wait` returns the result."""
 
-    __slots__ = ("_kept", "_kind", "_result", "_staged", "_works")
+    __slots__ = ("_kept", "_kind", "_result", "_staged", "_waiting", "_works")
 
     def __init__(
         self,
@@ -66,12 +66,14 @@ class Pending:
         *,
         kept: Tensor | None = None,
         staged: Tensor | None = None,
+        waiting: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._kind = kind
         self._works = tuple(works)
         self._result = result
         self._kept = kept
         self._staged = staged
+        self._waiting = waiting or failures_as_comm_errors
 
     def wait(self) -> Tensor:
         """Block until done (on a GPU: until the current stream may touch the result). May be called again.
@@ -82,9 +84,10 @@ class Pending:
         Raises:
             CommError: the transfer failed or a peer is gone.
         """
-        with failures_as_comm_errors(self._kind):
-            for work in self._works:
-                work.wait()
+        if self._works:
+            with self._waiting(self._kind):
+                for work in self._works:
+                    work.wait()
         if self._staged is not None:
             bytes_of(self._result).copy_(self._staged)
         self._works, self._kept, self._staged = (), None, None
@@ -102,7 +105,7 @@ def failures_as_comm_errors(kind: str, ranks: Sequence[int] = ()) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, CommError):
+        if isinstance(error, UniRLError):
             raise
         where = f" over ranks {tuple(ranks)}" if ranks else ""
         raise CommError(f"{kind}{where}: {error}") from error

@@ -150,12 +150,30 @@ def _plain_problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.eval.every and not cfg.eval.num_prompts:
         hint = "eval.num_prompts=64, or eval.every=0"
         yield _problem("eval.every", cfg.eval.every, "needs eval.num_prompts > 0", hint)
+    yield from _elastic_problems(cfg)
     for field, mapping in (
         ("task", cfg.task),
         *((f"stages[{i}].algorithm", stage.algorithm) for i, stage in enumerate(cfg.stages)),
     ):
         if not isinstance(mapping.get("name"), str):
             yield _problem(f"{field}.name", mapping.get("name"), "must name the plug-in")
+
+
+def _elastic_problems(cfg: RunConfig) -> Iterator[Problem]:
+    elastic, span = cfg.elastic, world_size_of(cfg)
+    if not elastic.enabled:
+        return
+    fewest_s = 3 * elastic.heartbeat_interval_s
+    if elastic.heartbeat_timeout_s < fewest_s:
+        rule = f"must be at least three heartbeat_interval_s, {fewest_s:g}: one late beat is no failure"
+        path, hint = "elastic.heartbeat_timeout_s", f"{fewest_s:g} or more"
+        yield _problem(path, elastic.heartbeat_timeout_s, rule, hint)
+    if not (cfg.checkpoint.snapshot_every or (cfg.checkpoint.every and cfg.checkpoint.keep)):
+        rule = "needs snapshots or checkpoints: without them every loss starts the run over"
+        yield _problem("elastic.enabled", True, rule, "checkpoint.snapshot_every=1")
+    if elastic.min_ranks > span:
+        rule = f"must be at most the {span} ranks that the meshes span"
+        yield _problem("elastic.min_ranks", elastic.min_ranks, rule, f"{span}")
 
 
 def _cache_problems(rollout: RolloutConfig) -> Iterator[Problem]:

@@ -94,7 +94,9 @@ class RolloutConfig:
     page_size: int = 64  # tokens of a page of the key-value cache, a power of two
     kv_cache_tokens: int = 0  # tokens that a rollout rank's cache holds; 0 = what the batch needs
     prefill_tokens: int = 8192  # prompt tokens that run together; a longer prompt runs alone
-    cuda_graphs: bool = True  # hardware.vendor cuda: replay the decode step; keeps the cache between rollouts
+    cuda_graphs: bool = (
+        False  # hardware.vendor cuda: replay the decode step; keeps the cache between rollouts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,24 @@ class DigestConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """What happens when ranks are lost, hang or come back; docs/recovery.md."""
+
+    enabled: bool = False
+    min_ranks: int = 1  # fewer wait for others to come back
+    model_parallel_floor: int = 1  # fewest ranks (tp x pp) that a copy of a model may be cut over
+    spares: int = 0  # warm processes besides the ranks, started by our own launcher
+    restart: bool = True  # our own launcher starts a lost rank again
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 3.5  # a rank that is silent that long is evicted
+    stall_timeout_s: float = 1800.0  # so is one that computes that long between collectives; 0 = never
+    regroup_timeout_s: float = 60.0  # survivors must stop what they do, and meet again, within it
+    wait_timeout_s: float = 300.0  # to start, and to get back to min_ranks
+    max_restarts_per_step: int = 3  # recoveries without a completed step before the run stops
+    grace_s: float = 25.0  # after SIGTERM or SIGUSR1: save and end within it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """What is kept of a run, how often and where. Intervals are in training steps; 0 = never."""
 
@@ -159,6 +179,8 @@ class ModelsConfig:
 
     actor: ModelConfig = field(default_factory=ModelConfig)
     critic: ModelConfig | None = None  # None = the actor's shape
+    actor_path: str = ""  # Hugging Face directory to start from; an actor that is left out takes its sizes
+    critic_path: str = ""  # the same; without a value head there, that one starts fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,4 +210,5 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     digest: DigestConfig = field(default_factory=DigestConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

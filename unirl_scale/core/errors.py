@@ -37,3 +37,23 @@ class CheckpointError(UniRLError, RuntimeError):
 
 class MembershipChanged(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
     """The set of live ranks changed; the loop must be entered again on a new mesh."""
+
+
+class ElasticError(UniRLError, RuntimeError):
+    """The job cannot go on with the ranks that are left, or not with this one; says what was lost."""
+
+
+class StopRequested(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
+    """The scheduler asked this process to end; its training thread is on the way out."""
+
+
+class Stopped(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
+    """The run ended before its last step because a signal asked for it; says what was saved.
+
+    Attributes:
+        signum: the signal.
+    """
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum

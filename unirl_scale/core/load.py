@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from unirl_scale.core.config import MeshConfig, MeshesConfig, ModelsConfig, RunConfig, StageConfig
+from unirl_scale.core.config import MeshConfig, MeshesConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.overrides import apply_overrides
 from unirl_scale.core.problems import Problem, nearest_name, raise_all, show
@@ -87,7 +87,7 @@ def resolve(cfg: RunConfig) -> RunConfig:
     actor = mesh.actor
     return replace(
         cfg,
-        model=ModelsConfig(actor=model.actor, critic=model.critic or model.actor),
+        model=replace(model, critic=model.critic or model.actor),
         mesh=MeshesConfig(
             actor=actor,
             critic=mesh.critic or actor,

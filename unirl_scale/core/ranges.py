@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from unirl_scale.core.config import (
     CheckpointConfig,
     DigestConfig,
+    ElasticConfig,
     EvalConfig,
     HardwareConfig,
     InvarianceConfig,
@@ -130,6 +131,18 @@ RANGES: dict[type, dict[str, Bound]] = {
     },
     EvalConfig: {"num_prompts": NOT_NEGATIVE, "every": NOT_NEGATIVE},
     DigestConfig: {"every": NOT_NEGATIVE},
+    ElasticConfig: {
+        "min_ranks": AT_LEAST_1,
+        "model_parallel_floor": AT_LEAST_1,
+        "spares": NOT_NEGATIVE,
+        "heartbeat_interval_s": POSITIVE,
+        "heartbeat_timeout_s": POSITIVE,
+        "stall_timeout_s": NOT_NEGATIVE,
+        "regroup_timeout_s": POSITIVE,
+        "wait_timeout_s": POSITIVE,
+        "max_restarts_per_step": AT_LEAST_1,
+        "grace_s": POSITIVE,
+    },
     CheckpointConfig: {
         "every": NOT_NEGATIVE,
         "keep": NOT_NEGATIVE,

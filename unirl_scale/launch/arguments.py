@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unirl-scale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_train, _launch, _compare, _verify, _config):
+    for add in (_train, _launch, _plan, _probe, _compare, _verify, _checkpoint, _config):
         add(commands)
     return parser
 
@@ -61,7 +61,13 @@ def _train(commands: _Commands) -> None:
         help="local ranks to start (default: as many as the meshes span)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="delete the run that run_dir holds; by default it is refused"
+        "--overwrite", action="store_true", help="delete the run in run_dir; by default it is continued"
+    )
+    parser.add_argument(
+        "--plan",
+        default="",
+        metavar="FILE",
+        help="run the sums and place the ranks as this plan says (unirl-scale plan --out)",
     )
 
 
@@ -81,6 +87,13 @@ def _launch(commands: _Commands) -> None:
     add("--render", action="store_true", help="print the script and do nothing")
     add("--restarts", type=_natural, default=3, metavar="N", help="attempts after the first (default 3)")
     add(
+        "--pause",
+        type=_natural,
+        default=15,
+        metavar="S",
+        help="seconds before the second attempt, doubled for each further one (default 15)",
+    )
+    add(
         "--min-nodes",
         type=_positive,
         default=0,
@@ -99,7 +112,14 @@ def _launch(commands: _Commands) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="files of the machine, for the collective library's settings and the placement of nodes",
+        help="files of the machine: the collective library is set for it, and a SLURM job plans itself on "
+        "the nodes it got",
+    )
+    add(
+        "--product",
+        default="",
+        metavar="NAME",
+        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
     )
     _slurm_options(parser.add_argument_group("slurm"))
     mpirun = parser.add_argument_group("mpirun")
@@ -142,6 +162,72 @@ def _slurm_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _plan(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="plan groups, algorithms, times and memory for a machine",
+        description="Decide from topology files, before any process starts, which ranks form which groups, "
+        "how each collective runs, what it costs and which variables to export; check, print and write it.",
+        epilog=_STATUS,
+    )
+    _add_config(parser)
+    add = parser.add_argument
+    add("--topology", nargs="+", default=[], metavar="FILE", help="any files that describe the machine")
+    add("--machine", default="", metavar="NAME", help="instead: a known machine, e.g. h100-8, 910b-8")
+    add(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="ranks to plan for; where the meshes span others, the best layout is searched",
+    )
+    add("--search", type=_natural, default=0, metavar="N", help="print the N best layouts and plan the first")
+    add("--accelerator", default="", metavar="NAME", help="h100, h200, a100: predicts times and MFU")
+    add("--memory", type=_positive, metavar="GIB", help="a rank may use (default: the accelerator's)")
+    add("--devices-per-node", type=_positive, metavar="N", help="where no file says")
+    add(
+        "--on-degraded",
+        choices=("exclude", "refuse", "keep"),
+        default="exclude",
+        help="devices short of links",
+    )
+    add("--out", default="", metavar="FILE", help="write the plan, .yaml or .json")
+    add("--draw", default="", metavar="FILE", help="draw the machine and its groups, .svg")
+    add("--draw-axis", choices=("tp", "dp", "pp"), default="pp", help="what the colours show (default pp)")
+    add("--hosts", default="", metavar="FILE", help="write a host file")
+    add(
+        "--hosts-form",
+        choices=("openmpi", "mpich", "slurm", "rankfile"),
+        default="openmpi",
+        help="of --hosts",
+    )
+    add("--rank-table", default="", metavar="FILE", help="write an HCCL rank table")
+    add("--exports", default="", metavar="FILE", help="write `export` lines for NCCL or HCCL")
+    add(
+        "--product",
+        default="",
+        metavar="NAME",
+        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
+    )
+    add("--quiet", action="store_true", help="print no table")
+
+
+def _probe(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "probe",
+        help="measure the links between ranks",
+        description="Measure latency and bandwidth between ranks, local ones or those that torchrun, mpirun "
+        "or srun started, and write a topology YAML for `plan --topology`.",
+        epilog=_STATUS,
+    )
+    add = parser.add_argument
+    add("--out", default="probed.yaml", metavar="FILE", help="the YAML (default probed.yaml)")
+    add("--topology", nargs="+", default=[], metavar="FILE", help="files whose figures are replaced")
+    add("--vendor", choices=("cpu", "cuda", "npu"), default="cpu", help="what is measured (default cpu)")
+    add("--nproc", type=_positive, default=2, metavar="N", help="local ranks to start (default 2)")
+    add("--sizes", type=_sizes, default=(), metavar="A,B", help="bytes of a message (default 1K to 64M)")
+    add("--repeats", type=_positive, default=20, metavar="N", help="exchanges a size (default 20)")
+
+
 def _compare(commands: _Commands) -> None:
     parser = commands.add_parser(
         "compare",
@@ -175,6 +261,27 @@ def _verify(commands: _Commands) -> None:
     add("--steps", type=_positive, default=3, metavar="N", help="steps of each stage (default 3)")
 
 
+def _checkpoint(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, verify or export checkpoints",
+        description="Look at the durable checkpoints of a run.",
+        epilog=_STATUS,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    path_help = "run directory, its directory of checkpoints, or one checkpoint"
+    listing = actions.add_parser("ls", help="one line a checkpoint, newest first", epilog=_STATUS)
+    listing.add_argument("path", metavar="PATH", help=path_help)
+    checking = actions.add_parser("verify", help="read every byte and compare checksums", epilog=_STATUS)
+    checking.add_argument("path", metavar="PATH", help=path_help)
+    exporting = actions.add_parser("export", help="write a Hugging Face directory", epilog=_STATUS)
+    exporting.add_argument("path", metavar="PATH", help=f"{path_help}; of several, the newest sound one")
+    exporting.add_argument("out", metavar="OUT", help="directory to make")
+    roles, dtypes = ("actor", "critic", "reference"), ("float32", "bfloat16", "float16")
+    exporting.add_argument("--role", choices=roles, default="actor", help="default actor")
+    exporting.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
+
+
 def _config(commands: _Commands) -> None:
     parser = commands.add_parser(
         "config",
@@ -200,3 +307,16 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number >= 0")
     return int(text)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = []
+    for part in text.split(","):
+        number, unit = (part[:-1], units[part[-1]]) if part[-1:] in units else (part, 1)
+        if not number.isdecimal() or int(number) < 1:
+            raise argparse.ArgumentTypeError(f"got {part!r}, must be bytes such as 4096, 64K or 1M")
+        sizes.append(int(number) * unit)
+    if len(set(sizes)) < 2:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be two sizes or more")
+    return tuple(sorted(set(sizes)))

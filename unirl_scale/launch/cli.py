@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from unirl_scale.core.errors import ConfigError, PlanError, UniRLError
 from unirl_scale.core.load import dump
+from unirl_scale.launch import environment
 from unirl_scale.launch.arguments import parse
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.launching import LaunchRequest, launch
@@ -40,18 +41,85 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     match args.command:
         case "train":
             request = TrainRequest(
-                config=args.config, overrides=args.overrides, nproc=args.nproc, overwrite=args.overwrite
+                config=args.config,
+                overrides=args.overrides,
+                nproc=args.nproc,
+                overwrite=args.overwrite,
+                plan=args.plan,
             )
             return train(request, console)
+        case "plan":
+            return _run_plan(args, console)
+        case "probe":
+            return _run_probe(args, console)
         case "launch":
             return launch(_launch_request(args), console)
         case "compare":
             return compare(args.run_a, args.run_b, console)
         case "verify":
             return verify(_verify_request(args), console)
+        case "checkpoint":
+            return _checkpoint(args, console)
         case _:
             console.text(dump(read_legal(args.config, args.overrides)))
             return 0
+
+
+def _checkpoint(args: argparse.Namespace, console: Console) -> int:
+    # Reading checkpoints needs torch, which takes seconds to load; other commands do without.
+    from unirl_scale.launch import checkpoints
+
+    match args.action:
+        case "ls":
+            return checkpoints.list_saves(args.path, console)
+        case "verify":
+            return checkpoints.verify_saves(args.path, console)
+        case _:
+            return checkpoints.export_save(args.path, args.out, args.role, args.dtype, console)
+
+
+def _run_plan(args: argparse.Namespace, console: Console) -> int:
+    from unirl_scale.comm.plan_request import PlanRequest
+    from unirl_scale.launch.planning import PlanCommand, plan_command
+
+    command = PlanCommand(
+        config=args.config,
+        overrides=tuple(args.overrides),
+        request=PlanRequest(
+            files=tuple(args.topology),
+            machine=args.machine,
+            ranks=args.ranks,
+            accelerator=args.accelerator,
+            memory_bytes=args.memory * float(1 << 30) if args.memory else None,
+            on_degraded=args.on_degraded,
+            devices_per_node=args.devices_per_node,
+        ),
+        search=args.search,
+        out=args.out,
+        draw=args.draw,
+        draw_axis=args.draw_axis,
+        hosts=args.hosts,
+        hosts_form=args.hosts_form,
+        rank_table=args.rank_table,
+        exports=args.exports,
+        product=args.product,
+        quiet=args.quiet,
+    )
+    return plan_command(command, environment.current(), console)
+
+
+def _run_probe(args: argparse.Namespace, console: Console) -> int:
+    from unirl_scale.launch.probing import ProbeCommand, probe_command
+
+    command = ProbeCommand(
+        out=args.out,
+        topology=tuple(args.topology),
+        vendor=args.vendor,
+        nproc=args.nproc,
+        sizes=args.sizes,
+        repeats=args.repeats,
+    )
+    return probe_command(command, console)
 
 
 def _verify_request(args: argparse.Namespace) -> VerifyRequest:
@@ -74,9 +142,11 @@ def _launch_request(args: argparse.Namespace) -> LaunchRequest:
         ranks_per_node=args.ranks_per_node,
         min_nodes=args.min_nodes,
         restarts=args.restarts,
+        pause_s=args.pause,
         name=args.name,
         python=args.python,
         topology=tuple(args.topology),
+        product=args.product,
         render=args.render,
         slurm=SlurmOptions(
             time=args.time,

@@ -40,6 +40,10 @@ class Console:
         clear = _CLEAR_LINE if self._err.isatty() else ""
         print(f"{clear}error: {message}", file=self._err, flush=True)
 
+    def warn(self, text: str) -> None:
+        """A line worth acting on, from the launcher itself."""
+        print(f"warning: {text}", file=self._err, flush=True)
+
     def detail(self, text: str) -> None:
         """What goes below an error: a traceback, the end of a log."""
         print(text.rstrip("\n"), file=self._err, flush=True)

@@ -18,6 +18,8 @@ REPORT_FILE = "UNIRL_SCALE_REPORT"
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 # A child that calls MPI_Init, or a library that looks for MPI, would take itself for this rank.
 _MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
+# Failures that a test wants, see `train/elastic/faults.py`.
+FAULTS = "UNIRL_SCALE_FAULTS"
 
 
 def current() -> dict[str, str]:
@@ -36,7 +38,9 @@ def hide_mpi() -> None:
         del os.environ[name]
 
 
-def device_environment(vendor: str, info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
+def device_environment(
+    vendor: str, info: RankInfo, environ: Mapping[str, str], planned: int | None = None
+) -> dict[str, str]:
     """The one device that this rank sees, as its device 0; must be set before torch is loaded.
 
     The local rank counts among the devices that the scheduler made visible. A single one is taken to be this
@@ -46,6 +50,7 @@ def device_environment(vendor: str, info: RankInfo, environ: Mapping[str, str]) 
         vendor: `hardware.vendor`; "cpu" has no devices.
         info: this rank.
         environ: what is set already.
+        planned: number of the device among those of the host, where a plan gives one.
 
     Raises:
         ConfigError: fewer devices are visible than ranks are on this host.
@@ -54,17 +59,18 @@ def device_environment(vendor: str, info: RankInfo, environ: Mapping[str, str]) 
         return {}
     variable = VISIBLE_DEVICES[vendor]
     given = environ.get(variable)
+    number = info.local_rank if planned is None else planned
     if given is None:
-        return {variable: str(info.local_rank)}
+        return {variable: str(number)}
     visible = [name.strip() for name in given.split(",") if name.strip()]
     if len(visible) == 1:
         return {}
-    if len(visible) < info.local_world_size:
+    if len(visible) < max(info.local_world_size, number + 1):
         raise ConfigError(
             f"{variable}: got {given!r} for {info.local_world_size} ranks on this host; must list a device "
             "for each; hint: fewer ranks a host, or unset it"
         )
-    return {variable: visible[info.local_rank]}
+    return {variable: visible[number]}
 
 
 def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -84,6 +90,12 @@ def numeric_environment(environ: Mapping[str, str], threads: int) -> dict[str, s
         # A few reasoning_gym data sets iterate over sets of strings: every rank must see one order.
         "PYTHONHASHSEED": environ.get("PYTHONHASHSEED", "0"),
     }
+
+
+def elastic_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the ranks of an elastic job: torch writes a stack trace for every connection that is cut,
+    which a recovery does on purpose."""
+    return {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
 
 
 def local_rank_environment(rank: int, world_size: int, port: int, report_file: str) -> dict[str, str]:

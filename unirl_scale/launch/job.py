@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,10 @@ class Job:
         vendor: "cpu", "cuda" or "npu".
         environment: exported to every rank, with reasons.
         restarts: attempts after the first.
+        pause_s: before the second attempt, twice as long before each further one: schedulers notice a lost
+            node late.
+        planner: command that plans the job on nodes whose names are in the file that is put behind it; () =
+            nodes in the scheduler's order.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Job:
     vendor: str = "cpu"
     environment: Environment = field(default_factory=lambda: Environment(variables={}, reasons={}))
     restarts: int = 0
+    pause_s: int = 15
+    planner: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -88,10 +94,9 @@ def header(job: Job, how: str) -> str:
     return f"# {job.name}: {full.ranks} ranks on {where}. Written by `unirl-scale launch`; {how}"
 
 
-def merged(*parts: Mapping[str, tuple[str, str]]) -> Environment:
-    """Variables with reasons, name -> (value, reason); later parts win."""
-    both = {name: pair for part in parts for name, pair in part.items()}
+def merged(*parts: Environment) -> Environment:
+    """All variables; later parts win."""
     return Environment(
-        variables={name: value for name, (value, _) in both.items()},
-        reasons={name: reason for name, (_, reason) in both.items()},
+        variables={name: value for part in parts for name, value in part.variables.items()},
+        reasons={name: reason for part in parts for name, reason in part.reasons.items()},
     )

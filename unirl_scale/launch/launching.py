@@ -6,16 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unirl_scale.comm.environment_rules import Environment
 from unirl_scale.core.check import world_size_of
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import ConfigError, UniRLError
 from unirl_scale.core.load import load_config
 from unirl_scale.launch import environment
-from unirl_scale.launch.collectives import collective_environment
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.job import Job, Scheduler, merged
 from unirl_scale.launch.mpirun import MpirunOptions, mpirun_script
@@ -34,10 +34,11 @@ class LaunchRequest:
         scheduler: who starts the ranks.
         nodes, ranks_per_node: where; their product is the configuration's world. ranks_per_node 0 = that.
         min_nodes: nodes on which the run goes on when others fail; 0 = all.
-        restarts: attempts after the first.
+        restarts, pause_s: attempts after the first, and seconds before the second.
         name: of the job; "" = the configuration file's.
         python: interpreter on the nodes.
         topology: files of the machine; () = none.
+        product: of Ascend; "" = as the topology shows.
         render: print the script instead of submitting it.
     """
 
@@ -48,9 +49,11 @@ class LaunchRequest:
     ranks_per_node: int = 0
     min_nodes: int = 0
     restarts: int = 3
+    pause_s: int = 15
     name: str = ""
     python: str = sys.executable
     topology: tuple[str, ...] = ()
+    product: str = ""
     render: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     mpirun: MpirunOptions = field(default_factory=MpirunOptions)
@@ -97,6 +100,8 @@ def make_job(request: LaunchRequest, environ: Mapping[str, str]) -> Job:
     Raises:
         ConfigError: whatever is wrong with the configuration, the sizes or the environment.
     """
+    from unirl_scale.launch.collectives import collective_environment  # numpy and a YAML parser
+
     cfg = read_legal(request.config, request.overrides)
     per_node = _ranks_per_node(cfg, request)
     asked = load_config(request.config, request.overrides)
@@ -116,9 +121,11 @@ def make_job(request: LaunchRequest, environ: Mapping[str, str]) -> Job:
         vendor=vendor,
         environment=merged(
             _numeric(environ, cfg.hardware.threads),
-            collective_environment(cfg, request.nodes, per_node, request.topology, environ),
+            collective_environment(cfg, request.nodes, per_node, request.topology, environ, request.product),
         ),
         restarts=request.restarts,
+        pause_s=request.pause_s,
+        planner=_planner(request, per_node),
     )
 
 
@@ -131,6 +138,19 @@ def render(request: LaunchRequest, job: Job) -> str:
             return mpirun_script(job, request.mpirun)
         case "torchrun":
             return torchrun_script(job, request.torchrun)
+
+
+def _planner(request: LaunchRequest, per_node: int) -> tuple[str, ...]:
+    if not request.topology:
+        return ()
+    return (
+        request.python,
+        *("-m", "unirl_scale", "plan", str(Path(request.config).absolute())),
+        *request.overrides,
+        "--quiet",
+        f"--devices-per-node={per_node}",
+        *("--topology", *(str(Path(file).absolute()) for file in request.topology)),
+    )
 
 
 def _ranks_per_node(cfg: RunConfig, request: LaunchRequest) -> int:
@@ -149,12 +169,12 @@ def _ranks_per_node(cfg: RunConfig, request: LaunchRequest) -> int:
     return per_node
 
 
-def _numeric(environ: Mapping[str, str], threads: int) -> dict[str, tuple[str, str]]:
-    reasons: Sequence[tuple[str, str]] = (
-        ("MKL_CBWR", "one order of additions in MKL, whatever the shapes and threads"),
-        ("OMP_NUM_THREADS", "hardware.threads"),
-        ("MKL_NUM_THREADS", "hardware.threads"),
-        ("PYTHONHASHSEED", "sets in one order on every rank"),
-    )
+def _numeric(environ: Mapping[str, str], threads: int) -> Environment:
+    reasons = {
+        "MKL_CBWR": "one order of additions in MKL, whatever the shapes and threads",
+        "OMP_NUM_THREADS": "hardware.threads",
+        "MKL_NUM_THREADS": "hardware.threads",
+        "PYTHONHASHSEED": "sets in one order on every rank",
+    }
     values = environment.numeric_environment(environ, threads)
-    return {name: (values[name], reason) for name, reason in reasons}
+    return Environment(variables={name: values[name] for name in reasons}, reasons=reasons)

@@ -11,13 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unirl_scale.comm.wire import failures_as_comm_errors
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import CommError, ConfigError
 from unirl_scale.core.load import dump
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.environment import VISIBLE_DEVICES
 from unirl_scale.launch.preflight import Facts, name_problem, port_problem, preflight, resolve
+from unirl_scale.train.checkpoint.names import checkpoint_dir
 from unirl_scale.train.rundir import software
 
 if TYPE_CHECKING:
@@ -59,47 +59,14 @@ class Meeting:
             return None
         import torch.distributed as dist
 
-        store = self._open()
+        from unirl_scale.comm.wire import failures_as_comm_errors
+
+        store = open_store(info, self._environ, self._timeout)
         with failures_as_comm_errors("pre-flight"):
-            preflight(dist.PrefixStore("preflight", store), info, self._facts(equal), Path(self._cfg.run_dir))
+            preflight(
+                dist.PrefixStore("preflight", store), info, self._facts(equal), checkpoint_dir(self._cfg)
+            )
         return dist.PrefixStore("world", store)
-
-    def _open(self) -> Store:
-        """The TCP store: served by rank 0, or by torchrun's agent."""
-        import torch.distributed as dist
-
-        info = self._info
-        serves = info.rank == 0 and self._environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        where = f"{info.master_addr}:{info.master_port}"
-        try:
-            resolve(info.master_addr)
-        except OSError:
-            raise ConfigError(
-                f"ranks: {socket.gethostname()} got MASTER_ADDR {info.master_addr}; it must resolve, to the "
-                "host of rank 0; hint: DNS or /etc/hosts, or export another MASTER_ADDR"
-            ) from None
-        try:
-            store = dist.TCPStore(
-                info.master_addr,
-                info.master_port,
-                is_master=serves,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
-            rule = "its port must be free" if serves else "rank 0 must be there"
-            reason = str(error).splitlines()[0]
-            raise CommError(
-                f"ranks: {socket.gethostname()} got no store at {where} ({reason}); {rule}; "
-                "hint: another MASTER_PORT, and an open path to that host"
-            ) from error
-        if store.add("starts", 1) > info.world_size:
-            raise CommError(
-                f"ranks: got a store at {where} that served an earlier start; needs a fresh one; "
-                "hint: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-            )
-        return store
 
     def _facts(self, equal: Mapping[str, str]) -> Facts:
         cfg, info, environ = self._cfg, self._info, self._environ
@@ -125,6 +92,48 @@ class Meeting:
                 **equal,
             },
         )
+
+
+def open_store(info: RankInfo, environ: Mapping[str, str], timeout: timedelta) -> Store:
+    """The job's TCP store, served by rank 0, or by torchrun's agent.
+
+    Raises:
+        ConfigError: rank 0's address does not resolve.
+        CommError: the store cannot be opened or reached, or served an earlier start.
+    """
+    import torch.distributed as dist
+
+    serves = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{info.master_addr}:{info.master_port}"
+    try:
+        resolve(info.master_addr)
+    except OSError:
+        raise ConfigError(
+            f"ranks: {socket.gethostname()} got MASTER_ADDR {info.master_addr}; it must resolve, to the "
+            "host of rank 0; hint: DNS or /etc/hosts, or export another MASTER_ADDR"
+        ) from None
+    try:
+        store = dist.TCPStore(
+            info.master_addr,
+            info.master_port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        rule = "its port must be free" if serves else "rank 0 must be there"
+        reason = str(error).splitlines()[0]
+        raise CommError(
+            f"ranks: {socket.gethostname()} got no store at {where} ({reason}); {rule}; "
+            "hint: another MASTER_PORT, and an open path to that host"
+        ) from error
+    if store.add("starts", 1) > info.world_size:
+        raise CommError(
+            f"ranks: got a store at {where} that served an earlier start; needs a fresh one; "
+            "hint: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+    return store
 
 
 def _machine(host: str) -> str:

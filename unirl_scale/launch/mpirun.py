@@ -62,6 +62,7 @@ def mpirun_script(job: Job, options: MpirunOptions) -> str:
         folder=shlex.quote(job.folder),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
+        pause_s=job.pause_s,
         grace_s=options.grace_s,
     )
 
@@ -78,6 +79,7 @@ export OMPI_MCA_odls_base_sigkill_timeout=${grace_s} PRTE_MCA_odls_base_sigkill_
 ${mpirun}
 ${command}
 readonly logs=${logs} restarts=${restarts}
+pause=${pause_s}
 
 say() { printf '%s launch: %s\n' "$$(date +%FT%T)" "$$*" >&2; }
 
@@ -92,6 +94,11 @@ trap 'leave TERM' TERM
 
 status=1
 for ((attempt = 0; attempt <= restarts; attempt++)); do
+  if ((attempt)); then # a lost node is noticed late
+    sleep "$$pause" &
+    wait "$$!"
+    pause=$$((2 * pause))
+  fi
   [[ -z $$ending ]] || break
   out="$$logs/attempt-$$attempt"
   mkdir -p "$$out"

@@ -34,6 +34,10 @@ _RANKS_SHOWN = 8
 _SEEN = timedelta(seconds=10)
 
 
+class Refused(ConfigError):  # noqa: N818 - it names an outcome
+    """Rank 0 found that the job cannot start, and says why; this rank only follows."""
+
+
 class Store(Protocol):
     """The part of torch's Store that is used here; `get` and `multi_get` wait for the keys."""
 
@@ -79,12 +83,13 @@ def preflight(
     """Compare the ranks; collective over the store.
 
     Args:
-        folder: a directory that all hosts share and may write; rank 0 has made it.
+        folder: a directory that all hosts share and may write; made if need be.
         now: this host's wall clock in seconds.
 
     Raises:
         ConfigError: on rank 0, with one line for each host that fails.
-        CommError: on the other ranks when rank 0 refused; on rank 0 when ranks are missing.
+        Refused: on the other ranks then.
+        CommError: ranks are missing.
     """
     if info.rank == 0:
         _judge(store, info, facts, folder, now)
@@ -104,10 +109,11 @@ def _answer(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Calla
     verdict = store.get("verdict")
     store.set(f"seen/{info.rank}", "")
     if verdict != b"ok":
-        raise CommError("pre-flight: rank 0 refused to start; its message names the hosts")
+        raise Refused("pre-flight: rank 0 refused to start; its message names the hosts")
 
 
 def _judge(store: Store, info: RankInfo, facts: Facts, folder: Path, now: Callable[[], float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     marks = Path(tempfile.mkdtemp(prefix=".preflight-", dir=folder))
     try:
         store.set("folder", marks.name)
@@ -163,7 +169,7 @@ def _differences(gathered: Sequence[Facts]) -> list[str]:
             for name in sorted({*first.equal, *other.equal}):
                 mine, here = first.equal.get(name, "none"), other.equal.get(name, "none")
                 if mine != here:
-                    found[name] = f"{name} {here} where rank 0 has {mine}"
+                    found.setdefault(name, f"{name} {here} where rank 0 has {mine}")
     return [
         f"{host}: got {'; '.join(found.values())}; must be equal; "
         f"hint: {_HINTS.get(next(iter(found)), 'one software environment for all hosts')}"
@@ -199,7 +205,7 @@ def _leave_mark(marks: Path, rank: int) -> list[str]:
         reason = (error.strerror or type(error).__name__).lower()
         return [
             f"got {marks.parent}; must be the directory of rank 0 and writable ({reason}); "
-            "hint: a run_dir on a file system that all hosts share"
+            "hint: a run_dir or checkpoint.dir on a file system that all hosts share"
         ]
     return []
 
@@ -208,7 +214,7 @@ def _unshared(marks: Path, leaders: Sequence[int], gathered: Sequence[Facts]) ->
     """Hosts that wrote a mark which does not arrive here: a directory of the same name, but their own."""
     return [
         f"{gathered[rank].host}: got {marks.parent}; rank 0 must see what is written there and does not; "
-        "hint: a run_dir on a file system that all hosts share"
+        "hint: a run_dir or checkpoint.dir on a file system that all hosts share"
         for rank in leaders
         if gathered[rank].marked and not (marks / str(rank)).exists()
     ]

@@ -13,9 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unirl_scale.core.errors import CommError, ConfigError, MembershipChanged, UniRLError
+from unirl_scale.core.errors import (
+    CommError,
+    ConfigError,
+    ElasticError,
+    MembershipChanged,
+    PlanError,
+    Stopped,
+    UniRLError,
+)
 from unirl_scale.launch.console import Console
 from unirl_scale.launch.environment import REPORT_FILE
+from unirl_scale.launch.preflight import Refused
 from unirl_scale.launch.ranks import LOCAL_MARK
 
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +41,7 @@ class ErrorReport:
         trace: the traceback, or "" for a user's mistake, which needs none.
         status: exit status of the rank.
         follows: the error only says that another rank is gone.
+        final: the job cannot go on without this rank's error being mended.
         time_s: monotonic clock of the host when it happened: the smallest is the first.
     """
 
@@ -40,6 +50,7 @@ class ErrorReport:
     status: int
     follows: bool
     time_s: float
+    final: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorReport:
@@ -47,9 +58,10 @@ class ErrorReport:
         return cls(
             message=str(error) if expected else f"{type(error).__name__}: {error}",
             trace="" if expected else "".join(traceback.format_exception(error)),
-            status=BAD_INPUT if isinstance(error, ConfigError) else FAILED,
-            follows=isinstance(error, CommError | MembershipChanged),
+            status=_status(error),
+            follows=isinstance(error, CommError | MembershipChanged | Refused),
             time_s=time.monotonic(),
+            final=isinstance(error, ElasticError | Stopped),
         )
 
     @classmethod
@@ -66,6 +78,12 @@ class ErrorReport:
         """The form that torchrun's agent reads and shows as the root cause."""
         extra = {"py_callstack": self.trace or self.message, "timestamp": str(int(time.time()))}
         path.write_text(json.dumps({"message": {"message": self.message, "extraInfo": extra}}))
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, Stopped):
+        return 128 + error.signum
+    return BAD_INPUT if isinstance(error, ConfigError | PlanError) else FAILED
 
 
 def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console) -> int:

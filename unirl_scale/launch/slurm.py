@@ -63,10 +63,13 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         header=header(job, "submit with sbatch."),
         directives=directives,
         exports=exports(job.environment),
-        command=array("train", job.command),
+        command="\n".join(
+            [array("train", job.command), *([array("planner", job.planner)] if job.planner else [])]
+        ),
+        place=_PLACE_PLANNED if job.planner else _PLACE_IN_ORDER.format(ranks_per_node=job.ranks_per_node),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
-        ranks_per_node=job.ranks_per_node,
+        pause_s=job.pause_s,
         cpus_per_rank=options.cpus_per_rank,
         cases=layout_cases(job.layouts),
         most=job.nodes,
@@ -149,6 +152,19 @@ def _seconds(time: str) -> int:
     return (days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
+_PLACE_IN_ORDER = """\
+place() {{ # node after node, in SLURM's order
+  where=(--nodelist="$2" --ntasks-per-node={ranks_per_node} --distribution=block)
+}}"""
+_PLACE_PLANNED = """\
+place() { # ranks on devices as the switches and links say
+  tr , '\\n' <<<"$2" >"$1/nodes"
+  "${planner[@]}" "$1/nodes" --out "$1/plan.yaml" --hosts "$1/hosts" --hosts-form slurm "${overrides[@]}" ||
+    return
+  export SLURM_HOSTFILE="$1/hosts"
+  where=(--distribution=arbitrary)
+  use=(--plan "$1/plan.yaml")
+}"""
 _SCRIPT = Template(r"""#!/bin/bash
 ${header}
 ${directives}
@@ -157,7 +173,8 @@ set -uo pipefail
 ${exports}
 
 ${command}
-readonly logs=${logs} restarts=${restarts} ranks_per_node=${ranks_per_node}
+readonly logs=${logs} restarts=${restarts}
+pause=${pause_s}
 
 say() { printf '%s launch: %s\n' "$$(date +%FT%T)" "$$*"; }
 
@@ -183,14 +200,21 @@ leave() { # the time limit is near: the ranks save and stop, and the job goes ba
 }
 trap leave USR1
 
+where=() use=() # srun's and the ranks' options for the placement
+${place}
+
 run_ranks() { # one attempt; sets status
   local out="$$logs/$$SLURM_JOB_ID.$${SLURM_RESTART_COUNT:-0}.$$1" hosts
   mkdir -p "$$out"
   hosts=$$(printf '%s\n' "$${live[@]:0:$$nodes}" | paste -sd, -)
   say "attempt $$1: $$ranks ranks on $$hosts; logs in $$out"
-  srun --nodes="$$nodes" --nodelist="$$hosts" --ntasks="$$ranks" --ntasks-per-node="$$ranks_per_node" \
-    --cpus-per-task=${cpus_per_rank} --distribution=block --mpi=none --kill-on-bad-exit=1 --wait=60 \
-    --unbuffered --output="$$out/rank-%t.log" "$${train[@]}" "$${overrides[@]}" &
+  place "$$out" "$$hosts" || {
+    status=2 # what the planner refuses once it refuses again
+    return
+  }
+  srun --nodes="$$nodes" --ntasks="$$ranks" "$${where[@]}" \
+    --cpus-per-task=${cpus_per_rank} --mpi=none --kill-on-bad-exit=1 --wait=60 \
+    --unbuffered --output="$$out/rank-%t.log" "$${train[@]}" "$${overrides[@]}" "$${use[@]}" &
   step=$$!
   while kill -0 "$$step" 2>/dev/null; do wait "$$step"; done # a trapped signal ends wait early
   wait "$$step"
@@ -199,6 +223,11 @@ run_ranks() { # one attempt; sets status
 
 status=1
 for ((attempt = 0; attempt <= restarts; attempt++)); do
+  if ((attempt)); then # a lost node is noticed late
+    sleep "$$pause" &
+    wait "$$!"
+    pause=$$((2 * pause))
+  fi
   [[ -z $$ending ]] || break
   mapfile -t live < <(live_nodes)
   if ! layout "$${#live[@]}"; then

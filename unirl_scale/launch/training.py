@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unirl_scale.core.check import check, world_size_of
+from unirl_scale.core.check import check, require_legal, world_size_of
 from unirl_scale.core.config import HardwareConfig, RunConfig
-from unirl_scale.core.errors import ConfigError
+from unirl_scale.core.errors import ConfigError, PlanError
 from unirl_scale.core.load import dump, load_config, resolve
+from unirl_scale.core.pretrained import with_pretrained
 from unirl_scale.core.problems import raise_all
+from unirl_scale.core.progress import Progress
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
 from unirl_scale.launch.console import Console
@@ -24,9 +28,16 @@ from unirl_scale.launch.mpi import ask_mpi
 from unirl_scale.launch.plugins import algorithm_problems, plugin_options
 from unirl_scale.launch.rank_process import run_as_rank, show_error
 from unirl_scale.launch.ranks import discover
+from unirl_scale.launch.stop_signals import stop_signals
+from unirl_scale.launch.supervise import Job, supervise
 from unirl_scale.train.checkpoint.names import checkpoint_dir
+from unirl_scale.train.elastic.faults import fault_observer, read_faults
 from unirl_scale.train.metrics import SilentReporter
 from unirl_scale.train.rundir import RunDir, claim, write_config, write_versions
+from unirl_scale.train.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from unirl_scale.comm.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +49,14 @@ class TrainRequest:
         overrides: `key=value` texts over the file.
         nproc: local ranks to start; None = as many as the meshes span.
         overwrite: delete the run that is in run_dir.
+        plan: file that `unirl-scale plan --out` wrote; "" = none.
     """
 
     config: str
     overrides: Sequence[str] = ()
     nproc: int | None = None
     overwrite: bool = False
+    plan: str = ""
 
 
 def train(request: TrainRequest, console: Console) -> int:
@@ -56,7 +69,7 @@ def train(request: TrainRequest, console: Console) -> int:
     info = discover(environ, ask_mpi)
     if info.launcher == "none" or (nproc is not None and info.world_size == 1):
         cfg = read_legal(request.config, request.overrides, nproc)
-        outcome = train_local(cfg, environ, overwrite=request.overwrite)
+        outcome = train_local(cfg, environ, console, overwrite=request.overwrite, plan=request.plan)
         show_outcome(outcome, console)
         return outcome.status
     if nproc is not None:
@@ -73,7 +86,7 @@ def read_legal(config: str, overrides: Sequence[str], world_size: int | None = N
     Raises:
         ConfigError: all violations at once.
     """
-    asked = load_config(config, overrides, plugin_options())
+    asked = with_pretrained(load_config(config, overrides, plugin_options()))
     raise_all([*check(asked, world_size), *algorithm_problems(asked)], config)
     return resolve(asked)
 
@@ -88,7 +101,13 @@ def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
 
 
 def train_local(
-    cfg: RunConfig, environ: Mapping[str, str], *, overwrite: bool, quiet: bool = False
+    cfg: RunConfig,
+    environ: Mapping[str, str],
+    console: Console,
+    *,
+    overwrite: bool,
+    quiet: bool = False,
+    plan: str = "",
 ) -> Outcome:
     """Run a legal, resolved configuration on fresh local ranks; its run directory is held meanwhile.
 
@@ -99,9 +118,24 @@ def train_local(
     with _claimed(cfg, run_dir, overwrite=overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
-        numeric = environment.numeric_environment(environ, cfg.hardware.threads)
+        variables = {**environ, **environment.numeric_environment(environ, cfg.hardware.threads)}
         command = [sys.executable, "-m", "unirl_scale", "train", str(run_dir.config)]
-        return run_local(command, world_size_of(cfg), {**environ, **numeric}, run_dir.logs, quiet=quiet)
+        command += ["--plan", plan] if plan else []
+        ranks, elastic = world_size_of(cfg), cfg.elastic
+        if not elastic.enabled:
+            return run_local(command, ranks, variables, run_dir.logs, grace_s=elastic.grace_s, quiet=quiet)
+        job = Job(
+            command=command,
+            slots=ranks + elastic.spares,
+            environ={**variables, **environment.elastic_environment(environ)},
+            log_dir=run_dir.logs,
+            restart=elastic.restart,
+            max_restarts=elastic.max_restarts_per_step,
+            grace_s=elastic.grace_s,
+            progress=lambda: run_dir.metrics.stat().st_size if run_dir.has_steps else 0,
+            say=console.warn,
+        )
+        return supervise(job)
 
 
 def _claimed(cfg: RunConfig, run_dir: RunDir, *, overwrite: bool) -> AbstractContextManager[None]:
@@ -115,16 +149,49 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     hardware = _hardware(request)
     environment.hide_mpi()
     environment.apply(environment.numeric_environment(environ, hardware.threads))
-    environment.apply(environment.device_environment(hardware.vendor, info, environ))
-    cfg = read_legal(request.config, request.overrides, info.world_size)
+    plan = _read_plan(request.plan)
+    device = int(plan.device[info.rank]) if plan is not None and info.rank < plan.world_size else None
+    environment.apply(environment.device_environment(hardware.vendor, info, environ, device))
+    cfg = read_legal(request.config, request.overrides)
+    if not cfg.elastic.enabled:
+        require_legal(cfg, info.world_size, request.config)
+    if plan is not None:
+        _require_planned(cfg, plan, info, environ)
     run_dir = RunDir(Path(cfg.run_dir))
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, plan)
         return
     with _claimed(cfg, run_dir, overwrite=request.overwrite):
         write_config(run_dir, dump(cfg))
         write_versions(run_dir, {})
-        _run_loop(cfg, run_dir, info, console)
+        _run_loop(cfg, run_dir, info, console, plan)
+
+
+def _read_plan(path: str) -> Plan | None:
+    if not path:
+        return None
+    from unirl_scale.comm.plan_file import read_plan
+
+    return read_plan(path)
+
+
+def _require_planned(cfg: RunConfig, plan: Plan, info: RankInfo, environ: Mapping[str, str]) -> None:
+    """The plan is for this run, and this rank is where it says.
+
+    Raises:
+        PlanError: it is not.
+    """
+    from unirl_scale.train.planned import require_planned
+
+    require_planned(cfg, plan, info.world_size)
+    planned = plan.nodes[plan.node[info.rank]]
+    here = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    several = len(plan.nodes) > 1 and info.world_size > info.local_world_size
+    if several and here != planned and here.split(".")[0] != planned.split(".")[0]:
+        raise PlanError(
+            f"plan.placement: got rank {info.rank} on {planned}; it runs on {here}; must be the same; "
+            "hint: start the ranks with the plan's host file (unirl-scale plan --hosts)"
+        )
 
 
 def _hardware(request: TrainRequest) -> HardwareConfig:
@@ -136,16 +203,25 @@ def _hardware(request: TrainRequest) -> HardwareConfig:
     return replace(found, threads=max(1, found.threads))
 
 
-def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console) -> None:
-    from unirl_scale.train.loop import run
-
-    meet = Meeting(cfg, info, environment.current())
-    if info.rank != 0:
-        run(cfg, info, SilentReporter(), meet)
-        return
+def _run_loop(cfg: RunConfig, run_dir: RunDir, info: RankInfo, console: Console, plan: Plan | None) -> None:
     from unirl_scale.train.plot import plot_run
 
+    environ = environment.current()
     # Open MPI gives every rank a terminal of its own, whose output it then passes on line by line.
     reporter = console.reporter(live=info.launcher in ("local", "none"))
-    run(cfg, info, reporter, meet)
-    plot_run(run_dir, reporter)
+    stop = StopRequest(cfg.elastic.grace_s, at_once=cfg.checkpoint.snapshot_every > 0)
+    with stop_signals(stop):
+        if cfg.elastic.enabled:
+            from unirl_scale.train.elastic.session import run_elastic
+
+            faults = read_faults(environ.get(environment.FAULTS, ""))
+            progress = Progress(observers=(fault_observer(faults, info.rank),))
+            last_rank = run_elastic(cfg, info, reporter, stop, progress)
+        else:
+            from unirl_scale.train.loop import run
+
+            mine = reporter if info.rank == 0 else SilentReporter()
+            run(cfg, info, mine, stop, Meeting(cfg, info, environ), plan)
+            last_rank = info.rank
+    if last_rank == 0:
+        plot_run(run_dir, reporter)

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unirl_scale.core.check import world_size_of
-from unirl_scale.core.config import DigestConfig, EvalConfig, MeshesConfig, RunConfig
+from unirl_scale.core.config import (
+    CheckpointConfig,
+    DigestConfig,
+    ElasticConfig,
+    EvalConfig,
+    MeshesConfig,
+    RunConfig,
+)
 from unirl_scale.core.digest_compare import Comparison, compare_digests, read_digests
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.lottery import describe_layout, draw_layouts
@@ -98,7 +105,7 @@ def verify(request: VerifyRequest, console: Console) -> int:
 
 
 def _prepare(cfg: RunConfig, layout: MeshesConfig, run_dir: Path, steps: int) -> RunConfig:
-    """The run with this layout: a few steps a stage, digests at every one, no evaluation."""
+    """The run with this layout: a few steps a stage, digests at every one, no evaluation, no checkpoint."""
     stages = tuple(
         replace(
             stage,
@@ -108,7 +115,15 @@ def _prepare(cfg: RunConfig, layout: MeshesConfig, run_dir: Path, steps: int) ->
         for stage in cfg.stages
     )
     return replace(
-        cfg, mesh=layout, stages=stages, run_dir=str(run_dir), digest=DigestConfig(every=1), eval=EvalConfig()
+        cfg,
+        mesh=layout,
+        stages=stages,
+        run_dir=str(run_dir),
+        digest=DigestConfig(every=1),
+        eval=EvalConfig(),
+        elastic=ElasticConfig(),
+        # Of its own, and none: these runs are overwritten, and their checkpoints would be with them.
+        checkpoint=CheckpointConfig(keep=0),
     )
 
 
@@ -117,7 +132,7 @@ def _run_one(
 ) -> tuple[int, tuple[str, str]]:
     """Train one layout: exit status, and (digests equal, first difference) of the table."""
     run_dir = Path(run.run_dir)
-    outcome = train_local(run, environ, overwrite=True, quiet=True)
+    outcome = train_local(run, environ, console, overwrite=True, quiet=True)
     if outcome.status:
         show_outcome(outcome, console, f"{run_dir}: ")
         return (FAILED if outcome.failure else outcome.status), ("failed", f"see {run_dir}/logs")

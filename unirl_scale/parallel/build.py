@@ -3,7 +3,8 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,22 @@ from unirl_scale.kernels.table import OpTable
 from unirl_scale.parallel.context import ParallelContext
 
 UP, DOWN = "pp_up", "pp_down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reductions:
+    """How the ordered sums over an axis run; the bits do not depend on it.
+
+    Attributes:
+        blocks: members a node, a leaf switch, ..., as `OrderedReducer` takes them; () = flat.
+        gather_below_bytes: nodes of an all-reduce that take no more are gathered and added everywhere.
+    """
+
+    blocks: tuple[int, ...] = ()
+    gather_below_bytes: int = 64 << 10
+
+
+_UNPLANNED = Reductions()
 
 
 class RoleGroups:
@@ -50,10 +67,14 @@ def build_context(
     ops: OpTable,
     dtype: torch.dtype,
     device: torch.device,
+    planned: Mapping[str, Reductions] | None = None,
 ) -> ParallelContext | None:
     """This rank's context on a mesh, or None when it is not on it.
 
     In `off` mode the leaves are the ranks themselves: one leaf a tp rank, one slot a dp rank, plain sums.
+
+    Args:
+        planned: axis -> how its sums run; an axis that is left out runs flat.
     """
     mesh = Mesh.from_config(mesh_cfg)
     at = mesh.coordinates(groups.rank)
@@ -64,11 +85,17 @@ def build_context(
     leaves = invariance.model_leaves if ordered else mesh.tp
     slots = invariance.data_slots if ordered else mesh.dp
 
-    def reducer(group: Group, total: int) -> Reducer:
+    def reducer(axis: str, group: Group, total: int) -> Reducer:
         if ordered:
-            # A kernel joins arriving nodes in one pass; on CPU the reducer's in-place sums are as good.
-            fused = ops.tree_sum if device.type != "cpu" else None
-            return OrderedReducer(group, split_contiguous(total, group.size), tree_sum=fused)
+            how = (planned or {}).get(axis, _UNPLANNED)
+            return OrderedReducer(
+                group,
+                split_contiguous(total, group.size),
+                inner_size=how.blocks,
+                gather_below_bytes=how.gather_below_bytes,
+                # A kernel joins arriving nodes in one pass; on CPU the reducer's in-place sums are as good.
+                tree_sum=ops.tree_sum if device.type != "cpu" else None,
+            )
         return FastReducer(group, split_contiguous(total, group.size))
 
     return ParallelContext(
@@ -79,8 +106,8 @@ def build_context(
         dp=dp,
         pp_up=groups.pipe(mesh, UP),
         pp_down=groups.pipe(mesh, DOWN),
-        tp_reducer=reducer(tp, leaves),
-        dp_reducer=reducer(dp, slots),
+        tp_reducer=reducer("tp", tp, leaves),
+        dp_reducer=reducer("dp", dp, slots),
         leaves=leaves,
         slots=slots,
         sequence_parallel=mesh_cfg.sequence_parallel and mesh.tp > 1,

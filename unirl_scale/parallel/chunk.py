@@ -19,7 +19,7 @@ from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.ends import Embedding, LmHead, ValueHead
 from unirl_scale.parallel.flat import FlatSpace
 from unirl_scale.parallel.packing import Packed
-from unirl_scale.parallel.spec import ParamSpec, initial_leaf, normal_rows, parameter_specs
+from unirl_scale.parallel.spec import ParamSpec, Rows, initial_leaf, parameter_specs
 
 Head = Literal["lm", "value"]
 TIED = "embed@head"  # the last chunk's copy of tied embeddings, when the first chunk is another one
@@ -128,9 +128,8 @@ class Chunk:
             weight = w[name] if name in w else w["embed"]
             self.head = LmHead(model, ctx, w["final_norm"], weight, name)
 
-    def initialise(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Initial values of the flat spaces in fp32: (leafed, replicated). Does not write the weights."""
-        rows = normal_rows(seed)
+    def initial(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Values of the flat spaces in fp32: (leafed, replicated). Does not write the weights."""
         out = []
         for space in (self.leafed, self.replicated):
             flat = torch.zeros(space.numel)

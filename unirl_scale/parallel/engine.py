@@ -31,7 +31,7 @@ from unirl_scale.parallel.samples import Sample, SlotPlan, plan_slots
 from unirl_scale.parallel.schedule import forward_only, one_f_one_b
 from unirl_scale.parallel.scored import pad_scored, split_scored, unpad_scored
 from unirl_scale.parallel.segments import Label, SegmentIndex, segment_digests
-from unirl_scale.parallel.spec import parameter_specs
+from unirl_scale.parallel.spec import Rows, normal_rows, parameter_specs
 from unirl_scale.rl.reduce import tree_sum
 
 # (sample numbers, scores: one fp32 [n, S] tensor each) -> weighted token losses [n, S] and named diagnostics
@@ -112,8 +112,12 @@ class NativeEngine:
     # ---- state ------------------------------------------------------------------------------------
     def initialise(self, seed: int) -> None:
         """Fresh weights keyed by (seed, parameter name, row); zero moments."""
+        self.begin(normal_rows(seed))
+
+    def begin(self, rows: Rows) -> None:
+        """Start from these values with zero moments. Collective over the mesh."""
         for i, chunk in enumerate(self.chunks):
-            leafed, replicated = chunk.initialise(seed)
+            leafed, replicated = chunk.initial(rows)
             if self.optimizers:
                 self.optimizers[i].load(leafed, replicated)
             else:

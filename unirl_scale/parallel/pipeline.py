@@ -76,7 +76,7 @@ def run_schedule(
         slot_ends: for each local data slot, how many micro-batches precede its end; a slot closes on
             each chunk as soon as that many backwards ran there (at once for empty slots).
     """
-    rank = chunks[0].ctx.at.pp
+    rank, progress = chunks[0].ctx.at.pp, chunks[0].ctx.tp.progress
     pp = len(schedule)
     total = pp * len(chunks)
     mailbox = Mailbox(chunks, schedule, micros, rank)
@@ -87,6 +87,8 @@ def run_schedule(
         part = step.chunk // pp
         chunk, packed = chunks[part], micros[step.micro]
         need, message = needed(step, total), sent(step, total)
+        if gradients is not None:
+            progress.enter(step.kind)
         given = mailbox.receive(need) if need is not None else None
         if step.kind == "forward":
             out, kept = chunk.forward(given, packed)

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from unirl_scale.core.config import ModelConfig
 
-Rows = Callable[[str, int, int, int, float], np.ndarray]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -40,6 +38,10 @@ class Part:
     cut: Literal["rows", "cols", "none"]
     std: float  # of the normal initialisation; 0 with `fill`
     fill: float = 0.0
+
+
+# (logical tensor, start, stop) -> its rows start .. stop - 1, fp32 [stop - start, max(cols, 1)].
+Rows = Callable[[Part, int, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,17 +186,17 @@ def _layer_specs(model: ModelConfig, leaves: int, i: int) -> list[ParamSpec]:
 
 
 def normal_rows(seed: int) -> Rows:
-    """Counter-based normal values of logical rows: Philox 4x64 keyed by (seed, name), counter = row.
+    """Counter-based normal values of logical rows: Philox 4x64 keyed by (seed, name), counter = row."""
 
-    Returns a function (name, start, stop, cols, std) -> fp32 [stop - start, cols].
-    """
-
-    def rows(name: str, start: int, stop: int, cols: int, std: float) -> np.ndarray:
-        key = np.frombuffer(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], dtype=np.uint64)
-        out = np.empty((stop - start, cols), dtype=np.float32)
-        for r in range(start, stop):
-            bits = np.random.Philox(key=key, counter=np.array([0, 0, r, 0], dtype=np.uint64))
-            out[r - start] = np.random.Generator(bits).standard_normal(cols, dtype=np.float64) * std
+    def rows(part: Part, start: int, stop: int) -> np.ndarray:
+        cols = max(part.cols, 1)
+        out = np.full((stop - start, cols), part.fill, dtype=np.float32)
+        if part.std:
+            digest = hashlib.sha256(f"{seed}/{part.name}".encode()).digest()
+            key = np.frombuffer(digest[:16], dtype=np.uint64)
+            for r in range(start, stop):
+                bits = np.random.Philox(key=key, counter=np.array([0, 0, r, 0], dtype=np.uint64))
+                out[r - start] = np.random.Generator(bits).standard_normal(cols, dtype=np.float64) * part.std
         return out
 
     return rows
@@ -207,17 +209,13 @@ def initial_leaf(spec: ParamSpec, leaf: int, leaves: int, rows: Rows) -> Tensor:
         if part.cut == "rows":
             n = -(-part.rows // leaves)
             start, stop = leaf * n, min((leaf + 1) * n, part.rows)
-            piece = np.full((n, max(part.cols, 1)), part.fill, dtype=np.float32)
-            if part.std and stop > start:
-                piece[: stop - start] = rows(part.name, start, stop, max(part.cols, 1), part.std)
-            if stop - start < n:
-                piece[max(stop - start, 0) :] = 0
+            piece = np.zeros((n, max(part.cols, 1)), dtype=np.float32)
+            if stop > start:
+                piece[: stop - start] = rows(part, start, stop)
         elif part.cut == "cols":
             n = part.cols // leaves
-            piece = rows(part.name, 0, part.rows, part.cols, part.std)[:, leaf * n : (leaf + 1) * n]
-        elif part.std:
-            piece = rows(part.name, 0, part.rows, max(part.cols, 1), part.std)
+            piece = rows(part, 0, part.rows)[:, leaf * n : (leaf + 1) * n]
         else:
-            piece = np.full((part.rows, max(part.cols, 1)), part.fill, dtype=np.float32)
+            piece = rows(part, 0, part.rows)
         pieces.append(piece)
     return torch.from_numpy(np.ascontiguousarray(np.concatenate(pieces))).reshape(spec.shape)

@@ -69,8 +69,10 @@ def learn(
         before_reduce: called on every rank once its gradients are there, before a collective over the world
             and before any weight or moment changes.
     """
-    engine = role.engine
+    engine, progress = role.engine, role.world.progress
+    progress.enter("accumulate")
     results = engine.accumulate(samples, loss) if engine is not None else MicroResults()
+    progress.enter("reduce")
     before_reduce()
     total, sums = _totals(role, samples, loss, results)
     outcome: tuple[StepResult, dict[str, str]] | None = None
@@ -88,6 +90,7 @@ def learn(
                 count=count,
             )
 
+        progress.enter("update")
         result = engine.step(adam, optim.clip_grad, sumsq)
         if digest:
             digests["grad_norm"] = hash_float(result.grad_norm)

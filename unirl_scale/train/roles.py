@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from unirl_scale.core.config import MeshConfig, ModelConfig, RunConfig, StageCon
 from unirl_scale.core.mesh import Mesh
 from unirl_scale.kernels.table import OpTable
 from unirl_scale.parallel.block import Rope
-from unirl_scale.parallel.build import RoleGroups, build_context
+from unirl_scale.parallel.build import Reductions, RoleGroups, build_context
 from unirl_scale.parallel.chunk import Chunk, Head, chunk_ranges
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.decode import Decoder
@@ -22,6 +22,7 @@ from unirl_scale.parallel.reshard import Holding, Reshard
 from unirl_scale.parallel.samples import Sample
 from unirl_scale.parallel.spec import parameter_specs
 from unirl_scale.train.exchange import replicate, slot_owners
+from unirl_scale.train.pretrained import begin
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,12 +60,21 @@ class Roles:
 
     Args:
         cfg: a resolved configuration: every role's model and mesh is given.
+        planned: role -> axis -> how its ordered sums run; what is left out runs flat.
     """
 
-    def __init__(self, cfg: RunConfig, factory: GroupFactory, ops: OpTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        factory: GroupFactory,
+        ops: OpTable,
+        device: torch.device,
+        planned: Mapping[str, Mapping[str, Reductions]] | None = None,
+    ) -> None:
         assert cfg.model.critic and cfg.mesh.critic and cfg.mesh.reference and cfg.mesh.rollout
         self.cfg, self.ops, self.device = cfg, ops, device
         self.world, self.dtype = factory.world, DTYPES[cfg.precision]
+        self._planned = planned or {}
         self._mesh_cfgs = {
             "actor": cfg.mesh.actor,
             "critic": cfg.mesh.critic,
@@ -76,9 +86,8 @@ class Roles:
         self.max_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
         temperature = cfg.rollout.temperature
         self.inv_temperature = 1.0 / temperature if temperature > 0 else 1.0
+        self._valued: set[str] = set()  # trained roles that have weights
         self.actor = self._role("actor", cfg.model.actor, "lm", trainable=True)
-        if self.actor.engine is not None:
-            self.actor.engine.initialise(cfg.seed)
         self.critic: Role | None = None
         self.reference: Role | None = None
         self.decoder, self._to_rollout = self._rollout()
@@ -86,7 +95,10 @@ class Roles:
     # ---- building ---------------------------------------------------------------------------------
     def _context(self, name: str) -> ParallelContext | None:
         mesh: MeshConfig = self._mesh_cfgs[name]
-        return build_context(self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device)
+        planned = self._planned.get(name)
+        return build_context(
+            self.groups, mesh, self.cfg.invariance, self.ops, self.dtype, self.device, planned
+        )
 
     def _role(self, name: str, model: ModelConfig, head: Head, *, trainable: bool) -> Role:
         mesh, invariance = self.meshes[name], self.cfg.invariance
@@ -106,20 +118,39 @@ class Roles:
         return Role(name=name, world=self.world, mesh=mesh, slots=slots, head=head, engine=engine)
 
     def prepare(self, critic: bool, reference: bool) -> None:
-        """Build what a stage needs and nothing else; the reference is the actor as it is now."""
-        if critic and self.critic is None:
-            assert self.cfg.model.critic is not None
-            self.critic = self._role("critic", self.cfg.model.critic, "value", trainable=True)
-            if self.critic.engine is not None:
-                self.critic.engine.initialise(self.cfg.seed + 1)
+        """Build what a stage needs and nothing else. A role without weights gets its first ones; the
+        reference is the actor as it is now."""
+        models = self.cfg.model
+        self._begin(self.actor, models.actor_path, self.cfg.seed)
+        if critic:
+            self.critic = self.critic or self._critic()
+            self._begin(self.critic, models.critic_path, self.cfg.seed + 1)
         self.reference = None
         if reference:
-            role = self._role("reference", self.cfg.model.actor, "lm", trainable=False)
+            role = self._role("reference", models.actor, "lm", trainable=False)
             chunks = role.engine.chunks if role.engine else []
             self._reshard("reference", chunks).run()
             if role.engine is not None:
                 role.engine.publish()
             self.reference = role
+
+    def build(self, critic: bool, reference: bool) -> None:
+        """Build exactly these roles beside the actor; their weights, and the actor's, will be loaded."""
+        self.critic = (self.critic or self._critic()) if critic else None
+        self.reference = None
+        if reference:
+            self.reference = self._role("reference", self.cfg.model.actor, "lm", trainable=False)
+        self._valued = {"actor", "critic"} if critic else {"actor"}
+
+    def _critic(self) -> Role:
+        assert self.cfg.model.critic is not None
+        return self._role("critic", self.cfg.model.critic, "value", trainable=True)
+
+    def _begin(self, role: Role, path: str, seed: int) -> None:
+        """First weights of a role that has none; nothing to do for others."""
+        if role.engine is not None and role.name not in self._valued:
+            begin(role.engine, path, seed)
+        self._valued.add(role.name)
 
     def _rollout(self) -> tuple[Decoder | None, Reshard]:
         context, model = self._context("rollout"), self.cfg.model.actor

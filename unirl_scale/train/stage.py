@@ -62,9 +62,11 @@ class StageRunner:
 
     def step(self, state: TrainState) -> tuple[TrainState, StepLog]:
         """Collective over the world; the new state and the log are the same on every rank."""
-        log = StepLog()
+        log, progress = StepLog(), self.roles.world.progress
+        progress.enter("rollout", state.step + 1)
         with log.timed("rollout"):
             trajectory = self._sampled(state) if self.algorithm.needs.rollout else self._taught(state)
+        progress.enter("score")
         with log.timed("score"):
             scored, values = self._score(trajectory, state, log)
         targets = self.algorithm.advantages(scored)

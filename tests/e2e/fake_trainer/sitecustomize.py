@@ -49,7 +49,7 @@ class FakePpo:
             raise ConfigError(f"algorithm.gamma: got {options.gamma}, must lie in [0, 1]\nhint: gamma: 1")
 
 
-def run(cfg: Any, info: Any, reporter: Any, meet: Any) -> None:
+def run(cfg: Any, info: Any, reporter: Any, stop: Any, meet: Any, plan: Any) -> None:
     """The loop's entry point: one file line and one progress line a step on rank 0."""
     from pathlib import Path
 

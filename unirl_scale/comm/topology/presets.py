@@ -82,7 +82,9 @@ def cluster(
 
 
 def spread(topology: Topology, ranks: int, *, prefix: str = "node") -> Topology:
-    """A one-box topology repeated until its healthy devices hold `ranks` ranks; anything else unchanged.
+    """A box without a name repeated until its healthy devices hold `ranks` ranks; anything else unchanged.
+
+    A node that a file names is that node, and is repeated only where it is too small.
 
     Raises:
         PlanError: the box has no healthy device.
@@ -93,6 +95,8 @@ def spread(topology: Topology, ranks: int, *, prefix: str = "node") -> Topology:
     if not box.healthy:
         raise PlanError("topology: got a box without a healthy device; must have one; hint: repair it")
     nodes = -(-ranks // len(box.healthy))
+    if topology.nodes[0] and nodes == 1:
+        return topology
     many = cluster(box, nodes, prefix=prefix)
     return replace(
         many,

@@ -47,6 +47,10 @@ class ChunkRead:
         return min(self.part.chunk_bytes, self.part.num_bytes - self.start)
 
 
+# What `stored_by_leaf` gives.
+Index = Mapping[tuple[str, str, str, int], Sequence[tuple[Stored, Part]]]
+
+
 class DamagedError(CheckpointError):
     """Bytes that do not match their checksum, or are not there; `part` is the file."""
 
@@ -62,7 +66,11 @@ def plan_copies(manifest: Manifest, slabs: Iterable[Slab]) -> list[Copy]:
     Raises:
         CheckpointError: the save lacks a needed range or holds it in another dtype.
     """
-    index = stored_by_leaf(manifest)
+    return copies_from(stored_by_leaf(manifest), slabs)
+
+
+def copies_from(index: Index, slabs: Iterable[Slab]) -> list[Copy]:
+    """`plan_copies` for a caller that asks often."""
     copies: list[Copy] = []
     for slab in slabs:
         target = slab.tensor.view(torch.uint8)
@@ -76,9 +84,7 @@ def plan_copies(manifest: Manifest, slabs: Iterable[Slab]) -> list[Copy]:
     return copies
 
 
-def _sources(
-    index: Mapping[tuple[str, str, str, int], list[tuple[Stored, Part]]], entry: Entry, dtype: str
-) -> Iterator[tuple[Stored, Part, int, int]]:
+def _sources(index: Index, entry: Entry, dtype: str) -> Iterator[tuple[Stored, Part, int, int]]:
     """(where, file, first element inside it, elements) that make up an entry, in order."""
     span, position = entry.span, entry.span.start
     for stored, part in index.get((entry.role, entry.kind, span.name, span.leaf), []):
@@ -222,3 +228,14 @@ def read_files(reads: Sequence[ChunkRead], path_of: Callable[[Part], Path], *, m
                 total += reads[position].num_bytes
                 position += 1
     return total
+
+
+def check_file(path: Path, part: Part) -> None:
+    """Read a whole file and compare every chunk with its checksum.
+
+    Raises:
+        DamagedError: the first chunk that differs.
+    """
+    with ChunkFile(path, part, mapped=False) as file:
+        for chunk in range(len(part.sums)):
+            deliver(ChunkRead(part, chunk, ()), file.chunk(chunk), str(path))

@@ -77,7 +77,9 @@ class Saves:
         if thread is not None and not thread.wait(timeout_s):
             thread.cancel()
         self.note_ended()
-        return thread is None or (thread.written and not thread.running)
+        if thread is None:
+            return True
+        return thread.durable if self._session.rank == 0 else thread.written
 
     def cancel(self) -> None:
         """Commit nothing more."""
