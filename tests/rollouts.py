@@ -68,6 +68,7 @@ def roles_of(
     factory = GroupFactory(Group.single(device=device), timedelta(minutes=1))
     with torch.no_grad():
         roles = Roles(resolve(cfg), factory, ops, torch.device(device))
+        roles.prepare(critic=False, reference=False)
         roles.refresh_rollout()
     return roles
 
@@ -91,5 +92,6 @@ def roll_out(
         judged = sample(roles, draw, roles.cfg.rollout, stops, lambda number, tokens: 0.0)
         samples = [Sample(p, j.tokens) for p, j in zip(prompts, judged)]
         scored = roles.actor.score(samples) if score else []
+    assert greedy or len({float(x) for j in judged for x in j.logprobs}) > 1, "the model must not be flat"
     equal = [same_bits(torch.from_numpy(j.logprobs), s.cpu()) for j, s in zip(judged, scored)]
     return Outcome(judged=judged, equal=equal, counts=roles.decoder.counts)

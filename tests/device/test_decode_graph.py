@@ -206,6 +206,7 @@ def _tp2(rank: int, folder: str) -> None:
     ) as factory:
         with torch.no_grad():
             roles = Roles(resolve(cfg), factory, CudaOps(), device)
+            roles.prepare(critic=False, reference=False)
             roles.refresh_rollout()
         for _ in range(2):
             outcome = roll_out(roles, make_prompts(), STOPS)

@@ -18,6 +18,7 @@ from unirl_scale.kernels.spans import Spans
 
 ROWS = (1, 33, 300)  # decode, a full decode batch, training
 LENGTHS = (45, 0, 1, 254)
+PAGE = 64  # cache rows of a page, smaller than a KV tile
 
 Call = Callable[[CudaOps], Tensor]
 # An op's name, what is asked of the tuned table and what of the portable one.
@@ -84,12 +85,21 @@ def _attention(q: Tensor, do: Tensor, k: Tensor, v: Tensor) -> Iterator[Comparis
     def decode(ops: CudaOps) -> Tensor:
         start, stop = spans.offsets[-2:]
         length = torch.tensor([stop - start], device=q.device)
-        return ops.attention_decode(q[-1:], k[None, start:stop], v[None, start:stop], length, scale)
+        pages, table = _pages(k[start:stop]), torch.arange(-(-(stop - start) // PAGE), device=q.device)
+        table = table.to(torch.int32).unsqueeze(0)
+        return ops.attention_decode(q[-1:], pages, _pages(v[start:stop]), table, length, scale)
 
     yield _same("attention", lambda ops: ops.attention(q, k, v, spans, scale)[0])
     yield _same("attention_dx", gradients)
     # Decode owes the bits of the training row.
     yield "attention_decode", decode, lambda ops: ops.attention(q, k, v, spans, scale)[0][-1:]
+
+
+def _pages(x: Tensor) -> Tensor:
+    """One sample's rows [T, hk, d] as consecutive pages [P, PAGE, hk, d], zero-padded."""
+    pages = x.new_zeros(-(-x.shape[0] // PAGE), PAGE, *x.shape[1:])
+    pages.flatten(0, 1)[: x.shape[0]] = x
+    return pages
 
 
 def _halves(x: Tensor) -> Spans:
