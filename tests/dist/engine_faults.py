@@ -1,4 +1,5 @@
-"""What the equality tests must notice: engines with one small thing wrong, on rank 0 unless it says otherwise."""
+"""What the equality tests must notice: engines with one small thing wrong, on rank 0 unless it says
+otherwise."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class FlippedForwardBit(ReferenceOps):
 
 
 class SwappedLeaves(ReferenceOps):
-    """Leaves 1 and 2 of this rank change places in the tree: (0 + 2) + (1 + 3) instead of (0 + 1) + (2 + 3)."""
+    """Leaves 1 and 2 of this rank change places in the tree: (0 + 2) + (1 + 3) instead of (0 + 1) + (2 +
+    3)."""
 
     def row_linear_nodes(self, x: Tensor, w: Tensor, nodes: Sequence[tuple[int, int]], **kw: bool) -> Tensor:
         leaves, _, k = w.shape
@@ -62,8 +64,8 @@ class BrokenGradient(ReferenceOps):
 
 
 class FlippedGradientBit(NativeEngine):
-    """One mantissa bit of one element of this rank's first node is wrong: the largest of its last FFN's gradient,
-    so that the sum over slots cannot round the difference away."""
+    """One mantissa bit of one element of this rank's first node is wrong: the largest of its last FFN's
+    gradient, so that the sum over slots cannot round the difference away."""
 
     def reduce(self) -> float:
         assert self._gradients is not None
@@ -85,13 +87,15 @@ class DroppedSlot(NativeEngine):
 
 
 class SwappedSamples(NativeEngine):
-    """The first sample of the first slot and the last one of the last slot change places; each keeps its loss."""
+    """The first sample of the first slot and the last one of the last slot change places; each keeps its
+    loss."""
 
     def accumulate(self, samples: Sequence[Sample], token_loss: TokenLoss) -> MicroResults:
         order = list(range(len(samples)))
         order[0], order[-1] = order[-1], order[0]
         results = super().accumulate(
-            [samples[i] for i in order], lambda numbers, scores: token_loss([order[i] for i in numbers], scores)
+            [samples[i] for i in order],
+            lambda numbers, scores: token_loss([order[i] for i in numbers], scores),
         )
         loss = {order[i]: value for i, value in results.loss.items()}
         diagnostics = {

@@ -18,7 +18,8 @@ from unirl_scale.comm.tree import split_contiguous
 
 
 def wild(rows: int, elements: int, seed: int = 0) -> Tensor:
-    """fp32 leaves of magnitude 1e-6..1e4 with both signs, some -0, +0 and subnormals: any other order shows."""
+    """fp32 leaves of magnitude 1e-6..1e4 with both signs, some -0, +0 and subnormals: any other order
+    shows."""
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.rand(rows, elements, generator=generator) * 10 - 6
     values = 10.0**exponent * torch.randn(rows, elements, generator=generator).sign()
@@ -39,7 +40,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal shapes, dtypes and bits: unlike torch.equal, -0 is not +0."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def random_ranges(total: int, parts: int, seed: int) -> tuple[range, ...]:

@@ -1,4 +1,5 @@
-"""One warm rank: import torch once, then run tasks from the pool of `run_ranks.py` until the socket closes."""
+"""One warm rank: import torch once, then run tasks from the pool of `run_ranks.py` until the socket
+closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the resharding tests run on ranks: weights of one mesh moved to another, held against fresh ones there."""
+"""What the resharding tests run on ranks: weights of one mesh moved to another, held against fresh ones
+there."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def ranges(model: ModelConfig, mesh: MeshConfig) -> list[ChunkRange]:
 
 
 def moved_weights(groups: GroupFactory, move: Move) -> dict[str, bool]:
-    """Weight on this rank after the move -> has it the bits of one initialised here? Empty off the target mesh."""
+    """Weight on this rank after the move -> has it the bits of one initialised here? Empty off the target
+    mesh."""
     meshes = [Mesh.from_config(move.source), Mesh.from_config(move.target)]
     role_groups = RoleGroups(groups, meshes)
     source, target = (engine_on(role_groups, move, m) for m in (move.source, move.target))

@@ -10,7 +10,14 @@ import torch
 
 from tests.dist.engine_ranks import GQA
 from unirl_scale.comm.groups import GroupFactory
-from unirl_scale.core.config import InvarianceConfig, MeshConfig, MeshesConfig, ModelsConfig, RolloutConfig, RunConfig
+from unirl_scale.core.config import (
+    InvarianceConfig,
+    MeshConfig,
+    MeshesConfig,
+    ModelsConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from unirl_scale.core.load import resolve
 from unirl_scale.kernels.check import same_bits
 from unirl_scale.kernels.reference import ReferenceOps
@@ -87,6 +94,7 @@ def sample_and_score(groups: GroupFactory, run: Run) -> Outcome:
     """Sample on the rollout mesh, then score the same tokens with the training forward."""
     with torch.no_grad():
         roles = Roles(run.cfg, groups, ReferenceOps(), torch.device("cpu"))
+        roles.prepare(critic=False, reference=False)
         rng = random.Random(5)
         lengths = [rng.randrange(1, 12) for _ in range(PROMPTS)]
         prompts = [tuple(rng.randrange(GQA.vocab_size) for _ in range(n)) for n in lengths]

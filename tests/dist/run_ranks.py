@@ -1,8 +1,9 @@
 """Run one function on several ranks over gloo, in a warm pool of worker processes.
 
-A test takes the session fixture `run_ranks` and calls `run_ranks(fn, world_size, *args)`. `fn(groups, *args)` is a
-module-level function; each rank gets the GroupFactory of a fresh world and returns something picklable. Importing
-torch costs seconds, so workers live for the whole session and only the process group is new on each call.
+A test takes the session fixture `run_ranks` and calls `run_ranks(fn, world_size, *args)`. `fn(groups, *args)`
+is a module-level function; each rank gets the GroupFactory of a fresh world and returns something picklable.
+Importing torch costs seconds, so workers live for the whole session and only the process group is new on each
+call.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GRACE_S = 5.0  # ranks still waiting for a failed peer get this long to notice
 STACK_S = 0.5  # a hung rank gets this long to write its stack
 
 
-class RanksFailed(AssertionError):
+class RanksFailed(AssertionError):  # noqa: N818 - what happened, in words
     """Some ranks raised, died or hung; the message shows each, the first to fail first."""
 
 
@@ -159,7 +160,9 @@ class RankPool:
             if not worker.ready:
                 tail = worker.log_tail()
                 self._discard(worker)
-                raise RanksFailed(f"a worker (pid {worker.process.pid}) did not start within {START_S} s{tail}")
+                raise RanksFailed(
+                    f"a worker (pid {worker.process.pid}) did not start within {START_S} s{tail}"
+                )
         return chosen
 
     def _start(self) -> Worker:
@@ -220,14 +223,17 @@ class RankPool:
             worker.process.wait()
             tail = worker.log_tail()
             self._discard(worker)
-            return f"rank {rank} (pid {worker.process.pid}) died: exit status {worker.process.returncode}{tail}"
+            return (
+                f"rank {rank} (pid {worker.process.pid}) died: exit status {worker.process.returncode}{tail}"
+            )
         if not ok:
             return f"rank {rank} raised\n{payload}{worker.log_tail()}"
         values[rank] = pickle.loads(payload)
         return None
 
     def _kill_hung(self, hung: Mapping[int, Worker]) -> list[tuple[str, str]]:
-        """Ask each for its stack, then kill it by pid and forget it. Returns (which rank, its output) each."""
+        """Ask each for its stack, then kill it by pid and forget it. Returns (which rank, its output)
+        each."""
         for worker in hung.values():
             worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the log
         if hung:

@@ -1,4 +1,5 @@
-"""What the edge-case tests run on ranks: training steps on given data, and engine steps on given minibatches."""
+"""What the edge-case tests run on ranks: training steps on given data, and engine steps on given
+minibatches."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def broken_then_sound(groups: GroupFactory, case: Case) -> dict[str, object]:
 
 
 def replicated_bits(groups: GroupFactory, case: Case) -> list[dict[str, str]]:
-    """After each step, this rank's replicated weights and their optimizer state, and its copy of leafed weights."""
+    """After each step, this rank's replicated weights and their optimizer state, and its copy of leafed
+    weights."""
     role = build_role(groups, case)
     assert role.engine is not None
     out = []
@@ -186,7 +188,9 @@ class ScriptedData:
 
     def next(self, cursor: int, count: int) -> list[Question]:
         rng = random.Random(0)
-        prompts = [tuple(rng.randrange(MHA.vocab_size) for _ in range(rng.randrange(1, 6))) for _ in range(64)]
+        prompts = [
+            tuple(rng.randrange(MHA.vocab_size) for _ in range(rng.randrange(1, 6))) for _ in range(64)
+        ]
         return [Question(i, prompts[i % 64]) for i in range(cursor, cursor + count)]
 
     def judge(self, question: Question, tokens: Sequence[int]) -> float | None:
@@ -256,7 +260,9 @@ def play(groups: GroupFactory, script: Script) -> Played:
                 logs.append(log)
         except ValueError as failure:
             error = f"{type(failure).__name__}: {failure}"
-        return Played(state=state, logs=logs, weights_before=before, weights_after=_weights(roles), error=error)
+        return Played(
+            state=state, logs=logs, weights_before=before, weights_after=_weights(roles), error=error
+        )
 
 
 def _weights(roles: Roles) -> dict[str, dict[str, str]]:

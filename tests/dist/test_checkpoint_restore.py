@@ -1,14 +1,15 @@
 """A run that is saved on one layout and continued on another ends with the digests of a run never disturbed.
 
-Actor (tied embeddings, grouped heads, biases, qk-norm), critic and a frozen reference, each on a mesh of its own.
-Digests are those of every step: loss, gradients, grad-norm, weights, both moments, and the reference's scores.
+Actor (tied embeddings, grouped heads, biases, qk-norm), critic and a frozen reference, each on a mesh of its
+own. Digests are those of every step: loss, gradients, grad-norm, weights, both moments, and the reference's
+scores.
 
-Not covered here: processes that are killed (tests/fault), the rollout (tests/e2e), device memory (tests/device).
+Not covered here: processes that are killed (tests/fault), the rollout (tests/e2e), device memory
+(tests/device).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

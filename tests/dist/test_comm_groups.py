@@ -48,7 +48,9 @@ def carry(groups: GroupFactory, dtype: torch.dtype) -> dict[str, bool]:
 
     rows = group.all_gather(mine.view(2, 3))
     found["all_gather"] = all(same_bits(row, theirs.view(2, 3)) for row, theirs in zip(rows, everyone))
-    found["all_gather of a scalar"] = same_bits(group.all_gather(mine[0]), torch.stack([p[0] for p in everyone]))
+    found["all_gather of a scalar"] = same_bits(
+        group.all_gather(mine[0]), torch.stack([p[0] for p in everyone])
+    )
     found["all_gather of a view"] = same_bits(
         group.all_gather(mine.view(2, 3).T), torch.stack([p.view(2, 3).T for p in everyone])
     )
@@ -73,7 +75,8 @@ def carry(groups: GroupFactory, dtype: torch.dtype) -> dict[str, bool]:
         found["irecv"] = same_bits(receiving.wait(), everyone[before])
         sending.wait()
         (left, right) = group.exchange(
-            [(mine, after), (mine, before)], [(torch.empty_like(mine), before), (torch.empty_like(mine), after)]
+            [(mine, after), (mine, before)],
+            [(torch.empty_like(mine), before), (torch.empty_like(mine), after)],
         )
         found["exchange"] = same_bits(left, everyone[before]) and same_bits(right, everyone[after])
     return found
@@ -88,7 +91,9 @@ def test_every_dtype_travels_bit_for_bit(run_ranks: RankPool, world_size: int) -
 
 def orderless(groups: GroupFactory) -> dict[str, object]:
     group, me = groups.world, groups.rank
-    signed_zero = torch.tensor([0.0 if me % 2 else -0.0, -1.0 - me, float("nan") if me == 1 else 5.0, float(me)])
+    signed_zero = torch.tensor(
+        [0.0 if me % 2 else -0.0, -1.0 - me, float("nan") if me == 1 else 5.0, float(me)]
+    )
     try:
         group.all_reduce_int(torch.ones(2))
         refusal = ""
@@ -115,12 +120,17 @@ def test_reductions_without_an_order(run_ranks: RankPool, world_size: int) -> No
         assert not torch.signbit(found["max"][0])
         assert found["int max"] == [n - 1, 0]
         assert found["objects"] == [{"rank": rank, "pad": "x" * rank * 100} for rank in range(n)]
-        assert "takes integer dtypes only\nhint: sum floating-point values with OrderedReducer" in found["refusal"]
+        assert (
+            "takes integer dtypes only\nhint: sum floating-point values with OrderedReducer"
+            in found["refusal"]
+        )
 
 
 def overlapping(groups: GroupFactory) -> dict[tuple[int, ...], list[int]]:
     lists = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1], [0], [1], [2], [3], [0, 1, 2, 3]]
-    made = groups.build_groups(lists[::-1] if groups.rank % 2 else lists)  # each rank names them in its own order
+    made = groups.build_groups(
+        lists[::-1] if groups.rank % 2 else lists
+    )  # each rank names them in its own order
     again = groups.build_groups([(0, 1), (2, 3)])
     assert all(made[ranks] is group for ranks, group in again.items())
     assert made[0, 1, 2, 3] is groups.world
@@ -195,7 +205,11 @@ def test_a_world_can_form_after_an_attempt_that_failed(run_ranks: RankPool) -> N
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda g: g.all_to_all(torch.zeros(3), [2], [2]), ShapeError, "got a tensor of 3 elements; the sizes say 2"),
+        (
+            lambda g: g.all_to_all(torch.zeros(3), [2], [2]),
+            ShapeError,
+            "got a tensor of 3 elements; the sizes say 2",
+        ),
         (lambda g: g.all_to_all(torch.zeros(3), [3], [1, 2]), ShapeError, "needs 1, one a member"),
         (lambda g: g.all_gather_uneven(torch.zeros(3), [2]), ShapeError, "got a tensor of 3 elements"),
         (lambda g: g.isend(torch.zeros(3), 0), CommError, "needs another member"),
@@ -216,5 +230,5 @@ def test_a_world_of_several_needs_a_rendezvous() -> None:
 
 @pytest.mark.parametrize("ranks", [[], [1, 0], [0, 0], [-1, 0], [0, 1]])
 def test_a_list_that_cannot_be_a_group_is_refused(ranks: list[int]) -> None:
-    with connect(0, 1) as groups, pytest.raises(MeshError, match="needs ascending ranks in 0..0"):
+    with connect(0, 1) as groups, pytest.raises(MeshError, match=r"needs ascending ranks in 0..0"):
         groups.build_groups([ranks])

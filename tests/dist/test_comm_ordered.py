@@ -15,11 +15,11 @@ from torch import Tensor
 from tests.dist.ordered_ranks import (
     bf16_wire,
     every_path,
-    tree_sum,
     on_leaves,
     random_ranges,
     same_bits,
     sent_and_planned,
+    tree_sum,
     uneven_sizes,
     vendor_sum,
     wild,
@@ -70,7 +70,9 @@ def dropped(leaves: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("spoil", [flipped_bit, swapped, dropped])
-def test_control_spoiled_leaves_show_in_the_bits(run_ranks: RankPool, spoil: Callable[[Tensor], Tensor]) -> None:
+def test_control_spoiled_leaves_show_in_the_bits(
+    run_ranks: RankPool, spoil: Callable[[Tensor], Tensor]
+) -> None:
     """Without these, equal bits above could mean that the comparison or the data cannot tell."""
     leaves, ranges = wild(4, 50), split_contiguous(4, 4)
     truth = tree_sum(leaves)
@@ -139,9 +141,11 @@ def test_executed_bytes_are_the_planned_bytes(
 
 
 def test_a_wire_dtype_that_would_round_sums_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"only single leaves may travel in torch.bfloat16\nhint: use torch.float32"):
+    with pytest.raises(
+        PlanError, match=r"only single leaves may travel in torch.bfloat16\nhint: use torch.float32"
+    ):
         OrderedReducer(Group.single(), [range(2)], wire_dtype=torch.bfloat16)
-    with pytest.raises(PlanError, match="torch.float16"):
+    with pytest.raises(PlanError, match=r"torch.float16"):
         OrderedReducer(Group.single(), [range(1)], wire_dtype=torch.float16)
 
 

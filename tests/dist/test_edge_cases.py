@@ -1,4 +1,5 @@
-"""The edge cases of training that need ranks: empty rows, nothing valid, bad rewards, NaN gradients, long rows.
+"""The edge cases of training that need ranks: empty rows, nothing valid, bad rewards, NaN gradients, long
+rows.
 
 Not covered here: what the command prints and returns for them (tests/e2e/test_train_cli.py).
 """

@@ -1,4 +1,5 @@
-"""`invariance.mode: off`, the peer that the price is measured against, computes the same numbers up to rounding.
+"""`invariance.mode: off`, the peer that the price is measured against, computes the same numbers up to
+rounding.
 
 Its bits depend on the layout, which is what the last test shows. Not covered here: its speed.
 """

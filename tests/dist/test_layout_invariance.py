@@ -1,15 +1,16 @@
 """Loss, pre-clip gradients, grad-norm, weights and both Adam moments have the same bits on every layout.
 
-Each test runs five optimizer steps of PPO's actor or critic loss on a layout of 1..6 gloo ranks and holds every
-digest of every step, as every rank saw it, against one rank that runs one sample at a time. Advantages span ten
-decades with -0.0 and a subnormal among them, lengths are uneven, one response is empty, the clip is always active and
-the KL is not zero. 13 samples never divide into slots evenly.
+Each test runs five optimizer steps of PPO's actor or critic loss on a layout of 1..6 gloo ranks and holds
+every digest of every step, as every rank saw it, against one rank that runs one sample at a time. Advantages
+span ten decades with -0.0 and a subnormal among them, lengths are uneven, one response is empty, the clip is
+always active and the KL is not zero. 13 samples never divide into slots evenly.
 
 Not covered here: NCCL and HCCL, more than 6 ranks, and meshes that share ranks with another role (tests/e2e).
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,8 @@ from unirl_scale.core.digest_compare import Comparison, compare_digests
 TIMEOUT_S = 300.0  # six ranks on two busy cores
 Run = Callable[[Case], list[Digests]]
 
-# One layer is enough where the axis under test is not the depth; few leaves where it is not tensor parallelism.
+# One layer is enough where the axis under test is not the depth; few leaves where it is not tensor
+# parallelism.
 DATA = Case(model=replace(MHA, num_layers=1), leaves=2, slots=12)
 TENSOR = Case(model=replace(MHA, num_layers=2), leaves=12, slots=3)
 DEPTH = Case(model=replace(MHA, num_layers=5), leaves=2, slots=3)
@@ -96,7 +98,9 @@ def test_micro_batch_and_recompute_change_no_bit(run, reference, micro_batch_siz
     assert_equal(run, reference, replace(TENSOR, slots=1, mesh=layout))
 
 
-@pytest.mark.parametrize(("dp", "slots"), [(2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (2, 5), (3, 5), (4, 7)])
+@pytest.mark.parametrize(
+    ("dp", "slots"), [(2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (2, 5), (3, 5), (4, 7)]
+)
 def test_data_parallel_even_where_slots_do_not_divide(run, reference, dp, slots) -> None:
     assert_equal(run, reference, replace(DATA, slots=slots, mesh=mesh(dp=dp)))
 
@@ -140,20 +144,25 @@ def test_grouped_heads_bias_qk_norm_and_tied_embeddings(run, reference, layout) 
 
 @pytest.mark.parametrize("case", [CRITIC, replace(WIDE, head="value")], ids=["blocked", "auto"])
 @pytest.mark.parametrize(
-    "layout", [mesh(), mesh(tp=2, sequence_parallel=True), mesh(pp=2, dp=3)], ids=["micro", "tp2-sp", "pp2-dp3"]
+    "layout",
+    [mesh(), mesh(tp=2, sequence_parallel=True), mesh(pp=2, dp=3)],
+    ids=["micro", "tp2-sp", "pp2-dp3"],
 )
 def test_value_head(run, reference, layout, case) -> None:
     assert_equal(run, reference, replace(case, mesh=layout))
 
 
-
-@pytest.mark.parametrize("layout", [mesh(), mesh(tp=2, sequence_parallel=True), mesh(dp=3)], ids=["micro", "tp2-sp", "dp3"])
+@pytest.mark.parametrize(
+    "layout", [mesh(), mesh(tp=2, sequence_parallel=True), mesh(dp=3)], ids=["micro", "tp2-sp", "dp3"]
+)
 def test_the_gemm_path_that_the_self_check_picks(run, reference, layout) -> None:
     assert_equal(run, reference, replace(WIDE, mesh=layout))
 
 
 @pytest.mark.parametrize("leaf_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", [mesh(tp=3, sequence_parallel=True), mesh(tp=2, dp=2)], ids=["tp3-sp", "tp2-dp2"])
+@pytest.mark.parametrize(
+    "layout", [mesh(tp=3, sequence_parallel=True), mesh(tp=2, dp=2)], ids=["tp3-sp", "tp2-dp2"]
+)
 def test_bf16_and_rounded_leaves(run, reference, layout, leaf_dtype) -> None:
     assert_equal(run, reference, replace(BF16, mesh=layout, leaf_dtype=leaf_dtype))
 
@@ -183,12 +192,14 @@ def random_case(seed: int) -> Case:
         sequence_parallel=rng.random() < 0.5,
         micro_batch_size=rng.choice([1, 2, 3, 4]) if tp * pp == 1 else 4,
         recompute=rng.choice(["none", "block"]),
-        pipeline_split=tuple(b - a for a, b in zip(cuts, cuts[1:])),
+        pipeline_split=tuple(b - a for a, b in itertools.pairwise(cuts)),
     )
     return replace(case, mesh=layout)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))])
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))]
+)
 def test_random_mixed_layouts(run, reference, seed) -> None:
     assert_equal(run, reference, random_case(seed))
 
@@ -199,10 +210,14 @@ def test_random_mixed_layouts(run, reference, seed) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("case", [TENSOR, CRITIC, BF16, QWEN], ids=["lm", "critic", "bf16", "qwen"])
-def test_every_tensor_parallel_layout(run, reference, case, tp, sequence_parallel, micro_batch_size, recompute) -> None:
+def test_every_tensor_parallel_layout(
+    run, reference, case, tp, sequence_parallel, micro_batch_size, recompute
+) -> None:
     if case.leaves % tp:
         pytest.skip(f"tp {tp} does not divide {case.leaves} leaves")
-    layout = mesh(tp=tp, sequence_parallel=sequence_parallel, micro_batch_size=micro_batch_size, recompute=recompute)
+    layout = mesh(
+        tp=tp, sequence_parallel=sequence_parallel, micro_batch_size=micro_batch_size, recompute=recompute
+    )
     assert_equal(run, reference, replace(case, mesh=layout))
 
 
@@ -217,7 +232,7 @@ def differs(run: Run, reference: Callable[[Case], Digests], case: Case) -> Compa
 
 def test_digests_move_with_every_step(reference) -> None:
     steps = reference(TENSOR)
-    for before, after in zip(steps, steps[1:]):
+    for before, after in itertools.pairwise(steps):
         assert [name for name in sorted(TENSOR.tensors) if before[name] == after[name]] == []
 
 

@@ -1,10 +1,12 @@
-"""Log-probs recorded at sampling are the training forward's, bit for bit, and tokens do not depend on the layout.
+"""Log-probs recorded at sampling are the training forward's, bit for bit, and tokens do not depend on the
+layout.
 
-Decoding with a cache, one row a step, samples that leave the batch when they end, and another mesh on one side; whole
-sequences, packed and pipelined, on the other. The model has grouped heads, qk-norm, QKV bias and tied embeddings.
+Decoding with a cache, one row a step, samples that leave the batch when they end, and another mesh on one
+side; whole sequences, packed and pipelined, on the other. The model has grouped heads, qk-norm, QKV bias and
+tied embeddings.
 
-Not covered here: accelerators, and prompts longer than a dozen tokens (attention tiles are 32 rows, so responses
-cross them).
+Not covered here: accelerators, and prompts longer than a dozen tokens (attention tiles are 32 rows, so
+responses cross them).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.paging import paged
+from tests.rollouts import roles_of, roll_out
+from unirl_scale.core.config import ModelConfig
 from unirl_scale.core.errors import ShapeError
 from unirl_scale.kernels.reference import ReferenceOps
 from unirl_scale.kernels.spans import Spans
@@ -115,6 +117,28 @@ def test_decode_notices_a_wrong_table_entry_and_a_page_that_cuts_a_tile(ops: Any
     k_pages, table = paged(k.bfloat16(), [37], 96)
     with pytest.raises(ShapeError, match=r"pages of 96 positions; .* KV tile of 128\nhint: 64 or 128"):
         ops.attention_decode(last.bfloat16(), k_pages, k_pages, table, length, 0.2)
+
+
+def test_a_rollout_has_the_bits_of_the_training_forward(ops: Any) -> None:
+    """Pages, shared prompts, sampling and scores through these kernels; a sequence is preempted."""
+    model = ModelConfig(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_size=16,
+        vocab_size=20,
+        init_std=0.5,
+    )
+    prompts = [(1, 2, 3, 4, 5), (1, 2, 3, 4, 5), (6,)]
+    limits = {"max_prompt_tokens": 6, "max_response_tokens": 5, "page_size": 4}
+    outcomes = [
+        roll_out(roles_of(model, ops, "cpu", 2, **limits, kv_cache_tokens=tokens), prompts, [(0,)])
+        for tokens in (0, 12)
+    ]
+    assert all(outcomes[0].equal) and outcomes[0].bits == outcomes[1].bits
+    assert outcomes[0].tokens > 8 and outcomes[1].counts.preempted > 0
 
 
 @pytest.mark.parametrize("columns", [1, 37, 4096, 9000])

@@ -94,7 +94,8 @@ class DecodeStep:
         Returns:
             int32 [2, B]: tokens, and the bits of their fp32 log-probs.
         """
-        places, lengths = rows[:, :HEAD_COLUMNS].long().unbind(1)
+        head = rows[:, :HEAD_COLUMNS].t()
+        places, lengths = head.to(torch.int64, memory_format=torch.contiguous_format)
         at = CachedRows.of(lengths, rows[:, HEAD_COLUMNS:], self.cache.page_size)
         rope = self.chunk.rope.at(lengths - 1)
         x = self.embedding.lookup(self.last_tokens.index_select(0, places))

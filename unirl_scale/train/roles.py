@@ -86,9 +86,8 @@ class Roles:
         self.max_tokens = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
         temperature = cfg.rollout.temperature
         self.inv_temperature = 1.0 / temperature if temperature > 0 else 1.0
+        self._valued: set[str] = set()  # trained roles that have weights
         self.actor = self._role("actor", cfg.model.actor, "lm", trainable=True)
-        if self.actor.engine is not None:
-            begin(self.actor.engine, cfg.model.actor_path, cfg.seed)
         self.critic: Role | None = None
         self.reference: Role | None = None
         self.decoder, self._to_rollout = self._rollout()
@@ -119,20 +118,39 @@ class Roles:
         return Role(name=name, world=self.world, mesh=mesh, slots=slots, head=head, engine=engine)
 
     def prepare(self, critic: bool, reference: bool) -> None:
-        """Build what a stage needs and nothing else; the reference is the actor as it is now."""
-        if critic and self.critic is None:
-            assert self.cfg.model.critic is not None
-            self.critic = self._role("critic", self.cfg.model.critic, "value", trainable=True)
-            if self.critic.engine is not None:
-                begin(self.critic.engine, self.cfg.model.critic_path, self.cfg.seed + 1)
+        """Build what a stage needs and nothing else. A role without weights gets its first ones; the
+        reference is the actor as it is now."""
+        models = self.cfg.model
+        self._begin(self.actor, models.actor_path, self.cfg.seed)
+        if critic:
+            self.critic = self.critic or self._critic()
+            self._begin(self.critic, models.critic_path, self.cfg.seed + 1)
         self.reference = None
         if reference:
-            role = self._role("reference", self.cfg.model.actor, "lm", trainable=False)
+            role = self._role("reference", models.actor, "lm", trainable=False)
             chunks = role.engine.chunks if role.engine else []
             self._reshard("reference", chunks).run()
             if role.engine is not None:
                 role.engine.publish()
             self.reference = role
+
+    def build(self, critic: bool, reference: bool) -> None:
+        """Build exactly these roles beside the actor; their weights, and the actor's, will be loaded."""
+        self.critic = (self.critic or self._critic()) if critic else None
+        self.reference = None
+        if reference:
+            self.reference = self._role("reference", self.cfg.model.actor, "lm", trainable=False)
+        self._valued = {"actor", "critic"} if critic else {"actor"}
+
+    def _critic(self) -> Role:
+        assert self.cfg.model.critic is not None
+        return self._role("critic", self.cfg.model.critic, "value", trainable=True)
+
+    def _begin(self, role: Role, path: str, seed: int) -> None:
+        """First weights of a role that has none; nothing to do for others."""
+        if role.engine is not None and role.name not in self._valued:
+            begin(role.engine, path, seed)
+        self._valued.add(role.name)
 
     def _rollout(self) -> tuple[Decoder | None, Reshard]:
         context, model = self._context("rollout"), self.cfg.model.actor

@@ -281,7 +281,8 @@ class CudaOps:
     ) -> Tensor:
         tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
         check_pages(q, k_pages, v_pages, block_table, lengths, tile)
-        expect(block_table.stride(1) == 1, "attention_decode", "block_table rows are contiguous", block_table)
+        whole = block_table.stride(1) == 1 and lengths.is_contiguous()
+        expect(whole, "attention_decode", "lengths and rows of block_table are contiguous", block_table)
         expect_heads("attention_decode", q, k_pages, v_pages)
         return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
 

@@ -126,9 +126,7 @@ def _named(path: Path, world: Group) -> Source:
 
 def _load(roles: Roles, head: Head, loader: Loader) -> Loaded:
     """Build the roles that the save has and fill them."""
-    if "critic" not in head.roles:
-        roles.critic = None
-    roles.prepare(critic="critic" in head.roles, reference="reference" in head.roles)
+    roles.build(critic="critic" in head.roles, reference="reference" in head.roles)
     loaded = loader.load(rank_slabs(roles))
     for role in role_list(roles):
         if role.engine is not None:
