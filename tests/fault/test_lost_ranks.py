@@ -145,7 +145,7 @@ def test_the_same_failure_over_and_over_stops_the_run_with_the_reason(job: Train
 @pytest.mark.parametrize(
     ("meshes", "ranks"),
     [
-        (("mesh.actor.tp=2", "mesh.actor.pp=2", "mesh.actor.dp=1"), [4, 3]),
+        (("mesh.actor.tp=2", "mesh.actor.pp=2", "mesh.actor.dp=1"), [4, 2]),
         (("mesh.actor.tp=2", "mesh.actor.dp=2", "mesh.actor.sequence_parallel=true"), [4, 2]),
         (("mesh.actor.tp=4", "mesh.actor.dp=1"), [4, 3]),
         (("mesh.actor.pp=2", "mesh.actor.dp=2", "mesh.actor.micro_batch_size=1"), [4, 3]),
