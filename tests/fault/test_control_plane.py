@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.fault.control_job import ControlJob
 
 HEARD_S = 1.0  # some beats say what the ranks are doing
@@ -71,6 +73,7 @@ def test_two_neighbours_that_hang_are_both_evicted(tmp_path: Path) -> None:
         job.wait_for_slots([2, 3])
 
 
+@pytest.mark.slow  # the pause is short only on a machine that is not overloaded
 def test_a_short_pause_evicts_nobody(tmp_path: Path) -> None:
     with ControlJob(tmp_path, world=3) as job:
         job.wait_for_slots([0, 1, 2])
