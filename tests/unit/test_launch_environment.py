@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 import pytest
 
 from unirl_scale.core.errors import ConfigError
@@ -39,7 +43,12 @@ def test_mpi_is_hidden_from_children(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("SLURM_PROCID", "1")
+    # as MPI_Init does: in C, where os.environ does not see it
+    ctypes.CDLL(None).setenv(b"PMIX_BEHIND", b"1", 1)
+    assert "PMIX_BEHIND" not in environment.current()
     environment.hide_mpi()
     left = environment.current()
+    child = [sys.executable, "-S", "-c", "import os, sys; sys.exit('PMIX_BEHIND' in os.environ)"]
+    assert subprocess.run(child, check=False).returncode == 0
     assert not any(name.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_")) for name in left)
     assert {"OMP_NUM_THREADS", "SLURM_PROCID"} <= left.keys()

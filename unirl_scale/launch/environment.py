@@ -5,6 +5,7 @@ Everything else takes a mapping, so that a test can say what the environment is.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 
@@ -33,9 +34,23 @@ def apply(variables: Mapping[str, str]) -> None:
 
 
 def hide_mpi() -> None:
-    """Remove what mpirun and PMI servers left, for the processes that this one starts."""
-    for name in [name for name in os.environ if name.startswith(_MPI)]:
-        del os.environ[name]
+    """Remove what mpirun, PMI servers and MPI_Init left, for the processes that this one starts."""
+    for name in {*os.environ, *_c_names()}:
+        if name.startswith(_MPI):
+            os.environ.pop(name, None)
+            os.unsetenv(name)
+
+
+def _c_names() -> list[str]:
+    """Names in the C library's environment, which children inherit. MPI_Init adds to it behind Python, whose
+    os.environ is a copy from the start."""
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    names = []
+    for entry in entries:  # ends at NULL
+        if entry is None:
+            break
+        names.append(os.fsdecode(entry.partition(b"=")[0]))
+    return names
 
 
 def device_environment(
