@@ -25,9 +25,11 @@ from unirl_scale.kernels.cuda.products import Products, copyable
 from unirl_scale.kernels.cuda.shapes import (
     expect,
     expect_attention,
+    expect_delta,
     expect_dtype,
     expect_fp32,
     expect_heads,
+    expect_rope_to_pages,
     expect_vocab,
 )
 from unirl_scale.kernels.pages import check_pages
@@ -192,7 +194,19 @@ class CudaOps:
         y, rstd = norm.rmsnorm(_rows(x), w, eps)
         return y.view(x.shape), rstd.view(x.shape[:-1])
 
-    def rmsnorm_dx(self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        expect_delta("add", x, delta)
+        return pointwise.add(x.contiguous(), delta.contiguous())
+
+    def add_rmsnorm(self, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        expect(w.shape == x.shape[-1:], "add_rmsnorm", "x [..., H], w [H]", x, w)
+        expect_delta("add_rmsnorm", x, delta)
+        total, y, rstd = norm.add_rmsnorm(_rows(x), _rows(delta), w, eps)
+        return total.view(x.shape), y.view(x.shape), rstd.view(x.shape[:-1])
+
+    def rmsnorm_dx(
+        self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         expect(
             w.shape == x.shape[-1:] and dy.shape == x.shape and rstd.shape == x.shape[:-1],
             "rmsnorm_dx",
@@ -202,8 +216,12 @@ class CudaOps:
             w,
             rstd,
         )
-        expect_dtype("rmsnorm_dx", dy, x)
-        dx, dw = norm.rmsnorm_dx(_rows(dy), _rows(x), w, rstd.reshape(-1))
+        expect_delta("rmsnorm_dx", x, dy)
+        if residual is not None:
+            expect(residual.shape == x.shape, "rmsnorm_dx", "residual and x of one shape", residual, x)
+            expect_dtype("rmsnorm_dx (residual)", x, residual)
+        beside = None if residual is None else _rows(residual)
+        dx, dw = norm.rmsnorm_dx(_rows(dy), _rows(x), w, rstd.reshape(-1), beside)
         return dx.view(x.shape), dw.view(x.shape)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -222,6 +240,20 @@ class CudaOps:
         expect_fp32("rope (cos, sin)", cos, sin)
         return pointwise.rope(x, cos, sin, inverse=inverse)
 
+    def rope_to_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        expect_rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
+        return pointwise.rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         expect(
             gate_up.dim() == 4 and gate_up.shape[2] == 2 and gate_up.is_contiguous(),
@@ -232,7 +264,7 @@ class CudaOps:
         expect_dtype("swiglu", gate_up)
         return pointwise.swiglu(gate_up)
 
-    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> Tensor:
+    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         tokens, leaves, _, width = gate_up.shape
         expect(
             dy.shape == (tokens, leaves, width) and dy.is_contiguous() and gate_up.is_contiguous(),
@@ -311,11 +343,16 @@ class CudaOps:
         entropy: Tensor,
         grad_logprob: Tensor,
         grad_entropy: Tensor,
+        *,
+        scale: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         expect_vocab("vocab_dlogits", logits, leaves, valid, targets)
         expect_fp32("vocab_dlogits", lse, entropy, grad_logprob, grad_entropy)
         columns = self._valid_columns(valid, logits.device)
-        return vocab.vocab_dlogits(logits, columns, targets, lse, entropy, grad_logprob, grad_entropy)
+        return vocab.vocab_dlogits(
+            logits, columns, targets, lse, entropy, grad_logprob, grad_entropy, scale, dtype
+        )
 
     def _valid_columns(self, valid: Sequence[int], device: torch.device) -> Tensor:
         key = (device, tuple(valid))
