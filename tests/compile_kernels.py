@@ -1,7 +1,9 @@
-"""Compile the kernels for a Hopper GPU without one: `python -m tests.compile_kernels` prints name and shared bytes.
+"""Compile the kernels for a Hopper GPU without one.
 
-Every launch of `CudaOps` on CPU tensors is turned into a compilation of its kernel for compute capability 9.0,
-down to machine code. What this cannot show: results.
+    python -m tests.compile_kernels    # prints name and shared bytes of each
+
+Every launch of `CudaOps` on CPU tensors is turned into a compilation of its kernel for compute capability
+9.0, down to machine code. What this cannot show: results.
 """
 
 from __future__ import annotations
