@@ -19,6 +19,7 @@ from unirl_scale.comm.plan_machine import survey
 from unirl_scale.comm.probe import Probed, evaluate, probe_rounds, probed_topology
 from unirl_scale.comm.topology import Box, Link, Topology, make_box, merge, read_topology, write_yaml
 from unirl_scale.comm.topology.model import Vendor
+from unirl_scale.core.config import HardwareConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
@@ -84,18 +85,18 @@ def _probe_rank(command: ProbeCommand, info: RankInfo, environ: Mapping[str, str
         raise ConfigError("probe: got one rank; must have two or more to exchange; hint: --nproc 2")
     base = merge([read_topology(path) for path in command.topology]) if command.topology else None
     environment.hide_mpi()
-    environment.apply(environment.device_environment(command.vendor, info, environ))
+    hardware = HardwareConfig(vendor=command.vendor)
+    environment.apply(environment.device_environment(hardware, info, environ))
     import torch
 
     from unirl_scale.comm.groups import connect
     from unirl_scale.comm.probe import PROBE_SIZES
     from unirl_scale.comm.probe_ranks import probe
-    from unirl_scale.train.loop import BACKENDS
+    from unirl_scale.train.setup import transport
 
     timeout = timedelta(minutes=10)
-    device = torch.device("cpu") if command.vendor == "cpu" else torch.device(command.vendor, 0)
     store = open_store(info, environment.current(), timeout)
-    backend = BACKENDS[command.vendor]
+    backend, device = transport(hardware)
     with connect(info.rank, info.world_size, backend, store=store, timeout=timeout, device=device) as factory:
         hosts = factory.world.all_gather_object(environ.get("SLURMD_NODENAME") or socket.gethostname())
         topology = base or hosts_topology(hosts, _VENDORS[command.vendor])

@@ -29,7 +29,7 @@ from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.recorder import Recorder
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.rundir import RunDir
-from unirl_scale.train.setup import Setup, build_algorithm, prepare
+from unirl_scale.train.setup import Setup, build_algorithm, prepare, transport
 from unirl_scale.train.stage import StageRunner
 from unirl_scale.train.state import TrainState
 from unirl_scale.train.stopping import StopRequest
@@ -38,7 +38,6 @@ from unirl_scale.train.tasks.interface import Task
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _TIMEOUT = timedelta(minutes=10)
 Meet = Callable[[Mapping[str, str]], "Store | None"]
 """Brings the ranks together: takes what must be equal on all of them (name -> value), refuses to go on where
@@ -71,13 +70,14 @@ def run(
     progress, breaker = Progress(observers=(stop.observe,)), Breaker()
     stop.on_request = breaker.break_now
     store = meet({"kernels": setup.ops.name, "data": setup.task.fingerprint()})
+    backend, device = transport(cfg.hardware)
     joined = connect(
         rank_info.rank,
         rank_info.world_size,
-        BACKENDS[cfg.hardware.vendor],
+        backend,
         store=store,
         timeout=_TIMEOUT,
-        device=setup.device,
+        device=device,
         progress=progress,
         breaker=breaker,
     )
