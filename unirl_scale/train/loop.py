@@ -25,6 +25,7 @@ from unirl_scale.train.checkpoint.sizes import require_room
 from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import Reporter, cut_after
+from unirl_scale.train.out_of_memory import explained
 from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.recorder import Recorder
 from unirl_scale.train.roles import Roles
@@ -127,7 +128,8 @@ def train(
     stop.save = None  # gives the memory of an earlier mesh back
     world.progress.enter("restore")
     reductions = planned_reductions(plan) if plan else None
-    roles = Roles(cfg, factory, setup.ops, setup.device, reductions)
+    with explained(cfg, world.progress, setup.device):
+        roles = Roles(cfg, factory, setup.ops, setup.device, reductions)
     session = open_session(cfg, world, rank_info)
     restored = restore(cfg, session, roles, world, data)
     state = restored.state if restored else TrainState()
@@ -148,7 +150,8 @@ def train(
         for number in range(state.stage, len(cfg.stages)):
             if number > state.stage:
                 state = replace(state, stage=number, stage_step=0)
-            state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary)
+            with explained(cfg, world.progress, setup.device):
+                state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary)
         world.progress.enter("finish")
         checkpointer.finish(state)
     except BaseException:
