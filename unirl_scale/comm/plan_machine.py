@@ -12,7 +12,7 @@ import numpy as np
 
 from unirl_scale.comm.cost import Tier
 from unirl_scale.comm.topology import boxes
-from unirl_scale.comm.topology.model import UNKNOWN, Box, IntArray, Level, Link, Topology
+from unirl_scale.comm.topology.model import MAX_NODES, UNKNOWN, Box, IntArray, Level, Link, Topology
 from unirl_scale.core.errors import PlanError
 
 OnDegraded = Literal["exclude", "refuse", "keep"]
@@ -72,6 +72,12 @@ def survey(
         raise PlanError("topology: got no node; must name some; hint: add a host file or a rank table")
     usable = [_usable(box, on_degraded) for box in topology.boxes]
     counts = _counts(topology, usable, devices_per_node)
+    total = int(counts.sum(dtype=np.int64))
+    if total > MAX_NODES:
+        raise PlanError(
+            f"topology: got {total} devices; must be at most {MAX_NODES}; "
+            "hint: a smaller --devices-per-node, or a host file with the job's nodes"
+        )
     order = _node_order(topology)
     node = np.repeat(order, counts[order]).astype(np.int32)
     device = np.concatenate(
