@@ -57,7 +57,7 @@ def ordered_reduce_scatter(
         sent = [a + b for a, b in zip(sent, bytes_here)]
         steps = [a + b for a, b in zip(steps, steps_here)]
         local += held + held / parts if parts > 1 else 0.0
-    times = [t.time_us(s, b) for t, s, b in zip(tiers, steps, sent)]
+    times = [t.exchange_us(s, b) for t, s, b in zip(tiers, steps, sent)]
     total = None if None in times else math.fsum(t or 0 for t in times) + memory.time_us(local)
     name = "ordered_flat" if not blocks else f"ordered_{len(blocks) + 1}_level"
     return Cost(algorithm=name, time_us=total, sent_bytes=tuple(sent), steps=tuple(steps), local_bytes=local)
@@ -167,7 +167,8 @@ def choose(
         found.append((direct_all_to_all(size, tiers), ()))
     else:
         found.append((hierarchical(collective, size, tiers, allowed), ()))
-        if collective in ("all_reduce", "reduce_scatter", "all_gather") and "ring" in allowed:
+        rings = collective in ("all_reduce", "reduce_scatter", "all_gather") and "ring" in allowed
+        if rings and not any(t.of(collective) for t in tiers):
             found.append((ring(collective, size, tiers), ()))
 
     def order(item: tuple[Cost, tuple[int, ...]]) -> tuple[float, float, float, int]:

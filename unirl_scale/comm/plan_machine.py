@@ -11,7 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from unirl_scale.comm.cost import Tier
+from unirl_scale.comm.cost import Measured, Tier
+from unirl_scale.comm.probe import PROBED
 from unirl_scale.comm.topology import boxes
 from unirl_scale.comm.topology.model import MAX_NODES, UNKNOWN, Box, IntArray, Level, Link, Topology
 from unirl_scale.core.errors import PlanError
@@ -87,6 +88,7 @@ def survey(
     levels = _nested(topology.levels)
     rows = [node, *(_ids(level)[node] for level in levels)]
     inner, size = _inner(topology, usable, int(counts.max()))
+    inner = _with_measured(inner, topology, "node")
     return Machine(
         topology=topology,
         node=node,
@@ -95,7 +97,7 @@ def survey(
         names=("node", *(level.name for level in levels), "network"),
         inner=inner,
         inner_size=size,
-        outer=_outer(topology, usable, levels),
+        outer=tuple(_with_measured(t, topology, "nic") for t in _outer(topology, usable, levels)),
         excluded=_excluded(topology, usable),
     )
 
@@ -218,6 +220,22 @@ def _inner(topology: Topology, usable: Sequence[tuple[int, ...]], largest: int) 
     if len(known) < len(found):
         return next(f for f in found if f[0].beta_gb_per_s is None)
     return min(known, key=lambda f: f[0].beta_gb_per_s or 0.0)
+
+
+def _with_measured(tier: Tier, topology: Topology, kind: str) -> Tier:
+    """The tier with the collectives that a probe measured on its links. A link carries at least what the
+    collectives reached over it."""
+    found = tuple(
+        Measured(collective=c, alpha_us=link.alpha_us, beta_gb_per_s=link.beta_gb_per_s)
+        for c in PROBED
+        if (link := topology.constants.get(f"{kind}.{c}"))
+        and link.alpha_us is not None
+        and link.beta_gb_per_s is not None
+    )
+    if not found or tier.beta_gb_per_s is None:
+        return tier
+    most = max(tier.beta_gb_per_s, *(m.beta_gb_per_s for m in found))
+    return replace(tier, measured=found, beta_gb_per_s=most)
 
 
 def _inner_of(box: Box, keep: Sequence[int]) -> tuple[Tier, int]:
