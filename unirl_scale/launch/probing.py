@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from unirl_scale.comm.cost_fit import Fit
 from unirl_scale.comm.plan_machine import survey
-from unirl_scale.comm.probe import Probed, evaluate, probe_rounds, probed_topology
+from unirl_scale.comm.probe import evaluate, probe_groups, probe_rounds, probed_topology
 from unirl_scale.comm.topology import Box, Link, Topology, make_box, merge, read_topology, write_yaml
 from unirl_scale.comm.topology.model import Vendor
 from unirl_scale.core.config import HardwareConfig
@@ -91,7 +90,7 @@ def _probe_rank(command: ProbeCommand, info: RankInfo, environ: Mapping[str, str
 
     from unirl_scale.comm.groups import connect
     from unirl_scale.comm.probe import PROBE_SIZES
-    from unirl_scale.comm.probe_ranks import probe
+    from unirl_scale.comm.probe_ranks import probe, probe_collectives
     from unirl_scale.train.setup import transport
 
     timeout = timedelta(minutes=10)
@@ -108,21 +107,28 @@ def _probe_rank(command: ProbeCommand, info: RankInfo, environ: Mapping[str, str
             repeats=command.repeats,
             synchronize=synchronize,
         )
+        groups = probe_collectives(
+            factory,
+            probe_groups(hosts),
+            sizes=command.sizes or PROBE_SIZES,
+            repeats=command.repeats,
+            synchronize=synchronize,
+        )
     if info.rank:
         return
     probed = evaluate(samples)
-    measured = probed_topology(topology, probed)
+    measured = probed_topology(topology, probed, groups)
     survey(measured)  # refuses what `plan` would refuse later
     Path(command.out).write_text(write_yaml(measured))
-    console.table([("link", "alpha us", "GB/s", "mean error"), *(_row(p) for p in probed)])
+    links = [*(p.link() for p in probed), *(g.link() for g in groups)]
+    console.table([("link", "alpha us", "GB/s", "from"), *(_row(link) for link in links)])
     for note in (text for p in probed for text in p.slow):
         console.line(f"slow: {note}")
     console.line(f"wrote {command.out}")
 
 
-def _row(probed: Probed) -> tuple[str, ...]:
-    fit: Fit = probed.fit
-    return probed.kind, f"{fit.base_us:.1f}", f"{fit.gb_per_s:.3g}", f"{100 * fit.mean_error:.1f} %"
+def _row(link: Link) -> tuple[str, ...]:
+    return link.kind, f"{link.alpha_us:.1f}", f"{link.beta_gb_per_s:.3g}", link.source
 
 
 def hosts_topology(hosts: Sequence[str], vendor: Vendor) -> Topology:
