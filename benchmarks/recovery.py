@@ -1,4 +1,4 @@
-"""Recovery: from a rank's SIGKILL or SIGSTOP to the next completed step, phase by phase, beside stock torchrun.
+"""Recovery: from a SIGKILL or SIGSTOP to the next completed step, phase by phase, beside stock torchrun.
 
     python -m benchmarks.recovery --json recovery.json
     python -m benchmarks.recovery --only shrink,pause --stock ""

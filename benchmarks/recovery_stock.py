@@ -4,7 +4,7 @@ A toy of the same size trains with DistributedDataParallel and Adam and saves a 
 each into a directory of its own, which a rank that starts again loads. As `python -m` it is a rank.
 
     worker       torchrun --standalone --max-restarts, one worker killed
-    node         one agent a rank, --nnodes 3:4, one agent and its worker killed; rendezvous set to notice fast
+    node         one agent a rank, --nnodes 3:4, one agent and its worker killed; set to notice it fast
     hang         as worker, one worker stopped; the group's timeout is 10 s
     rendezvous   as node, the agent that hosts the rendezvous and its worker killed
 """
@@ -29,7 +29,7 @@ GIVE_UP_S = 90.0  # without a step after the failure
 GROUP_TIMEOUT_S = 10
 FAST = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 WHAT = {
-    "worker": "torchrun --standalone --max-restarts=3, a worker killed (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)",
+    "worker": "torchrun --standalone --max-restarts=3, a worker killed (with an agent store of its own)",
     "node": f"torchrun --nnodes=3:4, an agent and its worker killed ({FAST})",
     "hang": f"torchrun --standalone, a worker stopped for ever, group timeout {GROUP_TIMEOUT_S} s",
     "rendezvous": "torchrun --nnodes=3:4, the agent that hosts the rendezvous and its worker killed",
@@ -49,7 +49,7 @@ def run(kind: str, parameters: int, environ: Mapping[str, str], folder: Path) ->
     victim = 0 if kind == "rendezvous" else 2
     variables = {
         **environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # without it, the workers never meet again
         "TOY": json.dumps({"kind": kind, "victim": victim, "folder": str(folder), "parameters": parameters}),
     }
     agents = []
