@@ -17,6 +17,7 @@ STEP_S = 0.02
 REPORT_EVERY = 10  # steps
 PAUSE_S = 0.5  # a step that takes longer is reported: this process was stopped, or got no processor
 TIMEOUT_S = 2.5
+SAVE_S = 1.0  # what a process that leaves still does
 
 
 def report(**event: object) -> None:
@@ -43,6 +44,10 @@ def train(membership: Membership, folder: Path) -> None:
                 if (folder / f"fail-{membership.me.slot}").exists():
                     error = "asked to fail"
                     break
+                if (folder / f"leave-{membership.me.slot}").exists():
+                    membership.leave()
+                    time.sleep(SAVE_S)
+                    return
                 if membership.regroup:
                     break
                 membership.progress.enter("compute", step=step + 1)

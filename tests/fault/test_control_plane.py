@@ -121,6 +121,26 @@ def test_a_rank_that_fails_without_ending_stays_in_the_job(tmp_path: Path) -> No
         assert reason.endswith("rank 1 left: asked to fail")
 
 
+@pytest.mark.parametrize(
+    "leavers", [(1,), (0,), (0, 1)], ids=["a rank", "the hub", "the hub and its successor"]
+)
+def test_the_others_go_on_at_once_without_ranks_that_leave_in_peace(
+    tmp_path: Path, leavers: tuple[int, ...]
+) -> None:
+    with ControlJob(tmp_path, world=4) as job:
+        job.wait_for_slots([0, 1, 2, 3])
+        for slot in leavers:
+            (tmp_path / f"leave-{slot}").touch()
+        rest = [slot for slot in range(4) if slot not in leavers]
+        found = job.wait_for_slots(rest)
+        assert found[rest[-1]]["losses"] == []
+        assert [job.processes[slot].wait(timeout=20) for slot in leavers] == [0] * len(leavers), "none killed"
+        job.train_on(rest, AFTER_STEPS)
+        for slot in rest:
+            assert len([event for event in job.events(slot) if "view" in event]) <= 1 + len(leavers)
+        assert job.finish()[len(leavers) :] == ["done"] * len(rest)
+
+
 def test_too_few_wait_and_go_on_with_whoever_comes(tmp_path: Path) -> None:
     with ControlJob(tmp_path, world=2, min_ranks=2) as job:
         job.wait_for_slots([0, 1])

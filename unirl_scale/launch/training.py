@@ -95,6 +95,8 @@ def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
     """Say why the ranks did not finish; nothing when they did."""
     if outcome.signum is not None:
         console.error(f"{prefix}stopped by {signal.Signals(outcome.signum).name}; every rank has ended")
+        if outcome.last_words:
+            console.detail(outcome.last_words)
     elif outcome.failure is not None:
         failure = outcome.failure
         show_error(console, f"{prefix}rank {failure.rank}: {failure.message}", failure.detail)

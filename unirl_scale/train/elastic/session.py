@@ -86,6 +86,8 @@ def run_elastic(
         try:
             return session.run()
         except UniRLError as error:
+            if stop.signum:
+                membership.leave()  # those who were not asked go on; where all were, nobody is missed
             end_if_asked(stop, error)
             raise
 
