@@ -112,6 +112,20 @@ class TrainJob:
         )
         return self.process
 
+    def start_rank(self, slot: int, slots: int, port: int, *options: str) -> subprocess.Popen[str]:
+        """Start one rank as another launcher does; `end` finds it by its working directory."""
+        place = {"RANK": slot, "LOCAL_RANK": slot, "WORLD_SIZE": slots, "LOCAL_WORLD_SIZE": slots}
+        meeting = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        numbers = {"MKL_CBWR": "AVX2,STRICT", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        return subprocess.Popen(
+            self.arguments(*options),
+            cwd=self.folder,
+            env=self.environ(**{k: str(v) for k, v in place.items()}, **meeting, **numbers),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
     def wait(self) -> Ended:
         """Wait for the end of what was started."""
         assert self.process is not None

@@ -14,13 +14,12 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from unirl_scale.core.progress import Progress
-from unirl_scale.train.elastic.directory import Directory
-from unirl_scale.train.elastic.hub import Hub, Rules
+from unirl_scale.train.elastic.hub import Hub
 from unirl_scale.train.elastic.links import Link, ask
 from unirl_scale.train.elastic.messages import (
     Alive,
@@ -31,6 +30,7 @@ from unirl_scale.train.elastic.messages import (
     Halt,
     Hello,
     Kill,
+    Leave,
     Message,
     Over,
     Ready,
@@ -41,56 +41,13 @@ from unirl_scale.train.elastic.messages import (
     Welcome,
 )
 from unirl_scale.train.elastic.processes import kill
+from unirl_scale.train.elastic.seen import ControlSettings, Seen
 from unirl_scale.train.elastic.view import Member, View
 from unirl_scale.train.elastic.watching import send_beats, watch
 
 _RETRY_S = 0.05
 _ANSWER_S = 1.0  # a control thread that is alive answers within milliseconds
 _PUBLISHED = 32  # members that a newcomer may ask for the hub
-
-
-@dataclass(slots=True)
-class Seen:
-    """What this process knows of the job.
-
-    Attributes:
-        view: the newest view that it is part of.
-        stopped: why that view ended, "" while it stands.
-        regroup: why its members are asked to leave it together.
-        halted: why this process must end.
-        over: training is complete.
-        stopped_s, formed_s: when the last view ended and the newest one came; monotonic clock.
-    """
-
-    view: View | None = None
-    stopped: str = ""
-    regroup: str = ""
-    halted: str = ""
-    over: bool = False
-    stopped_s: float = 0.0
-    formed_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSettings:
-    """How a control thread works.
-
-    Attributes:
-        run: id of the job; strangers with another one are turned away.
-        founder: this process founds the job when nobody is there.
-        rules: of the hub, should this process become it.
-        on_stop: called from a thread of its own when the view ends; must free the training thread from
-            whatever collective it waits in.
-    """
-
-    run: str
-    founder: bool
-    rules: Rules
-    directory: Directory
-    interval_s: float
-    timeout_s: float
-    stall_timeout_s: float
-    on_stop: Callable[[str], None]
 
 
 class Control:
@@ -116,13 +73,11 @@ class Control:
         self._hub_member: Member | None = None  # who is the hub, as far as known
         self._announced: Member | None = None  # who says that it is
         self._lost: dict[str, tuple[str, str]] = {}  # members of the view found dead: why, doing what
-        self._watched, self._heard = (
-            "",
-            "",
-        )  # uid of the rank before this one, and what it was last heard doing
+        self._left: set[str] = set()  # those of them who went in peace
+        self._leaving = False
+        self._watched, self._heard = "", ""  # uid of the rank before this one, what it was last heard doing
         self._standing: dict[type, Message] = {}  # said until further notice: repeated to every new hub
         self._watching: asyncio.Task[None] | None = None
-
         self._thread = threading.Thread(target=self._run, name="elastic", daemon=True)
 
     # ---- for the training thread ----------------------------------------------------------------------
@@ -130,7 +85,7 @@ class Control:
         self._thread.start()
 
     def say(self, message: Message) -> None:
-        """Tell the hub. Ready and Done are repeated to a successor of the hub."""
+        """Tell the hub. Ready and Done are repeated to a successor of the hub; a hub that leaves resigns."""
         self._loop.call_soon_threadsafe(self._say, message)
 
     def end(self, timeout_s: float) -> None:
@@ -174,6 +129,9 @@ class Control:
                 self._uplink.send(Alive(doing=self.progress.describe()))
 
     def _say(self, message: Message) -> None:
+        if isinstance(message, Leave):
+            self._leaving = True
+            self._resign()
         if isinstance(message, Ready):
             message = replace(message, watched=self._watched, heard=self._heard)
         if isinstance(message, Ready | Done):
@@ -204,6 +162,9 @@ class Control:
         match first:
             case Watch():
                 await send_beats(link, self.progress, self.settings.interval_s)
+            case Hello() | Announce() if self._leaving:
+                link.send(Leave())
+                await link.flush()
             case Announce():
                 self._yield_to(first.hub)
             case Hello() if self._hub is not None:
@@ -220,15 +181,26 @@ class Control:
         if (attached and self._hub_member == hub) or (self._hub is not None and self.me.slot < hub.slot):
             return
         self._announced, self._hub = hub, None
+        self._hang_up()
+        self._leave_hub()
+
+    def _resign(self) -> None:
+        """A hub that leaves makes way for its successor."""
+        for link in self._links.values() if self._hub is not None else ():
+            link.send(Leave())
+        self._hub = None
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._leave_hub()
 
     # ---- the hub --------------------------------------------------------------------------------------
     def _become_hub(self) -> None:
         view = self.seen.view
-        self._hub = Hub(self.settings.rules, view, self._lost, time.monotonic())
+        lost = {uid: how for uid, how in self._lost.items() if uid not in self._left}
+        self._hub = Hub(self.settings.rules, view, lost, time.monotonic(), self._left)
         self._hub_member = self.me
         self.settings.directory.publish([self.me.address])
         for member in (*view.members, *view.bench) if view is not None else ():
@@ -242,7 +214,10 @@ class Control:
             self._post(hub)
             return
         link.send(Announce(run=self.settings.run, hub=self.me))
-        await link.flush()
+        with contextlib.suppress(TimeoutError):
+            if isinstance(await link.receive(_ANSWER_S), Leave):
+                hub.departed(member.uid)
+                self._post(hub)
         link.close()
 
     async def _host(self, hub: Hub, link: Link, hello: Hello) -> None:
@@ -271,7 +246,7 @@ class Control:
 
     # ---- the way to the hub ---------------------------------------------------------------------------
     async def _stay_attached(self) -> None:
-        while not (self.seen.halted or self.seen.over):
+        while not (self.seen.halted or self.seen.over or self._leaving):
             found = await self._seek()
             if found is None:
                 await asyncio.sleep(_RETRY_S)
@@ -302,7 +277,7 @@ class Control:
                 self._become_hub()
                 return await self._hello(self.me)
             if member.uid not in self._lost:
-                found, alive = await self._inquire(member.address)
+                found, alive = await self._inquire(member.address, member.uid)
                 if alive:
                     return found  # or it will be the hub once it has noticed that the old one is lost
                 self._lost[member.uid] = ("unreachable", self._heard_of(member.uid))
@@ -320,7 +295,7 @@ class Control:
         self._become_hub()
         return await self._hello(self.me)
 
-    async def _inquire(self, address: str) -> tuple[tuple[Link, Welcome] | None, bool]:
+    async def _inquire(self, address: str, uid: str = "") -> tuple[tuple[Link, Welcome] | None, bool]:
         """(the hub, whether anybody answered): the process there, or the one that it names."""
         answer = await ask(address, self._greeting(), _ANSWER_S)
         if answer is None:
@@ -329,6 +304,9 @@ class Control:
         if isinstance(message, Welcome):
             return (link, message), True
         link.close()
+        if isinstance(message, Leave):
+            self._left.add(uid)
+            return None, False
         if isinstance(message, Elsewhere) and message.hub is not None:
             return await self._hello(message.hub), True
         return None, True
@@ -377,6 +355,8 @@ class Control:
                     self._enter(message.view)
                 case Kill():
                     kill(message.member)
+                case Leave() if self._hub_member is not None:
+                    self._left.add(self._hub_member.uid)
                 case Halt():
                     self._note(halted=message.reason)
                     self._stop(message.reason)
@@ -400,6 +380,7 @@ class Control:
         if view.rank_of(self.me.uid) is not None:
             self._standing.pop(Ready, None)
         self._lost.clear()
+        self._left.clear()
         self._note(view=view, stopped="", regroup="", formed_s=time.monotonic())
         if self._watching is not None:
             self._watching.cancel()
