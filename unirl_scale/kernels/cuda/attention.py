@@ -118,15 +118,19 @@ def attention_decode_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    rows = cached_rows(table_at, 0, col, length, page_stride, token_stride, PAGE, BLOCK_N)
     for j in range(0, length, BLOCK_N):
         inside = j + col < length
         loaded = inside[:, None] & (dim < width)[None, :]
-        rows = cached_rows(table_at, j, col, length, page_stride, token_stride, PAGE, BLOCK_N)
+        # One tile ahead, so that no load of keys waits for the load of its page number.
+        following = tl.minimum(j + BLOCK_N, (length - 1) // BLOCK_N * BLOCK_N)
+        next_rows = cached_rows(table_at, following, col, length, page_stride, token_stride, PAGE, BLOCK_N)
         k = tl.load(k_at + rows[:, None], mask=loaded, other=0.0)
         v = tl.load(v_at + rows[:, None], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(inside[None, :], scores, float("-inf"))
         acc, total, top = online_step(acc, total, top, scores, v, scale_log2)
+        rows = next_rows
     o_at = o_ptr + (batch * heads + head)[:, None] * width + dim[None, :]
     tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
 
@@ -168,12 +172,11 @@ def attention_decode(
     o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     if batch:
         _, page, kv_heads, _ = k_pages.shape
-        stages = 3 if width <= 64 else 2  # blocks in flight; more would leave room for fewer programs
         attention_decode_kernel[(kv_heads, batch)](
             q, k_pages, v_pages, o, block_table, lengths, scale * LOG2_E,
             q.stride(0), q.stride(1), block_table.stride(0),
             k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
             heads=heads, group=heads // kv_heads, PAGE=page,
-            **(_blocks(q) | {"num_stages": stages}),
+            **(_blocks(q) | {"num_stages": 3}),  # tiles in flight; more would leave room for fewer programs
         )  # fmt: skip
     return o
