@@ -33,9 +33,20 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     options = {name: given.pop(name) for name in list(given) if name not in self.arg_names}
     constants = {(p.num,): given[p.name] for p in self.params if p.is_constexpr}
     signature = {p.name: "constexpr" if p.is_constexpr else mangle_type(given[p.name]) for p in self.params}
-    source = (GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource)(self, signature, constants)
+    # What a launch would find, so that copies are as wide and pipelines as deep as there.
+    aligned = {
+        (p.num,): [["tt.divisibility", 16]]
+        for p in self.params
+        if not p.is_constexpr and _aligned(given[p.name], specialized=not p.do_not_specialize)
+    }
+    kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
+    source = kind(self, signature, constants, aligned)
     kernel = triton.compile(source, target=TARGET, options=options)
     sys.stdout.write(f"{self.__module__.rpartition('.')[2]}.{self.__name__} {kernel.metadata.shared}\n")
+
+
+def _aligned(value: Any, *, specialized: bool) -> bool:
+    return isinstance(value, Tensor) or (specialized and isinstance(value, int) and value % 16 == 0)
 
 
 def bf16(*shape: int) -> Tensor:
@@ -69,7 +80,7 @@ def rows(ops: CudaOps) -> None:
     y, normed, rstd = ops.add_rmsnorm(x, root, w, 1e-6)
     ops.rmsnorm_dx(root, y, w, rstd, normed)
     ops.add(x, root)
-    ops.swiglu_dx(bf16(8, 2, 128), bf16(8, 2, 2, 128))
+    ops.swiglu_dx(ops.swiglu(bf16(8, 2, 2, 128)), bf16(8, 2, 2, 128))
     ops.tree_sum(torch.zeros(5, 100))
     logits, per_row, targets = torch.zeros(64, 2000), torch.zeros(64), torch.zeros(64, dtype=torch.int64)
     ops.vocab_stats(logits, 2, [1000, 900], targets)
@@ -81,7 +92,7 @@ def main() -> None:
     JITFunction.run = compile_only
     ops = CudaOps(H200)
     products(ops)
-    for width in (64, 128):
+    for width in (64, 128, 256):
         attention(ops, width)
     rows(ops)
 

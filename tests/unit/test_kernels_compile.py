@@ -13,6 +13,9 @@ import pytest
 SHARED_BYTES = 227 << 10  # that a program may have on compute capability 9.0
 KERNELS = {
     "attention.attention_decode_kernel",
+    "attention.attention_kernel",
+    "attention_dx.attention_dkv_kernel",
+    "attention_dx.attention_dq_kernel",
     "attention_dx.row_stats_kernel",
     "decode.decode_products_kernel",
     "hopper_attention.attention_kernel",
@@ -25,6 +28,7 @@ KERNELS = {
     "pointwise.add_kernel",
     "pointwise.rope_to_pages_kernel",
     "pointwise.swiglu_dx_kernel",
+    "pointwise.swiglu_kernel",
     "sampling.sample_kernel",
     "sums.block_tree_kernel",
     "vocab.vocab_dlogits_kernel",

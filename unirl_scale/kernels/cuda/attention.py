@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl_scale.kernels.cuda.chain import follow
 from unirl_scale.kernels.spans import Spans
 
 LOG2_E = 1.4426950408889634
@@ -101,10 +102,12 @@ def cached_rows(
 def attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, table_ptr, lengths_ptr, scale_log2,
     q_token, q_head, table_row, page_stride, token_stride, head_stride,
-    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, PAGE: tl.constexpr,
+    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a (kv head, sample); its rows are the query heads of the group."""
+    if PDL:
+        follow()
     batch = tl.program_id(1).to(tl.int64)
     kv_head = tl.program_id(0)
     length = tl.load(lengths_ptr + batch).to(tl.int32)
@@ -164,7 +167,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tu
 
 
 def attention_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    pdl: bool,
 ) -> Tensor:
     """q [B, h, d], pages [P, page, hk, d] of equal strides, block_table int32 [B, N], lengths int64 [B]
     -> [B, h, d]."""
@@ -176,7 +186,7 @@ def attention_decode(
             q, k_pages, v_pages, o, block_table, lengths, scale * LOG2_E,
             q.stride(0), q.stride(1), block_table.stride(0),
             k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
-            heads=heads, group=heads // kv_heads, PAGE=page,
+            heads=heads, group=heads // kv_heads, PAGE=page, PDL=pdl, launch_pdl=pdl,
             **(_blocks(q) | {"num_stages": 3}),  # tiles in flight; more would leave room for fewer programs
         )  # fmt: skip
     return o

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from unirl_scale.kernels.cuda.chain import follow
 from unirl_scale.kernels.cuda.tiles import INSTRUCTION_ROWS, DecodeTile
 
 MAX_ROWS = 64
@@ -27,6 +28,7 @@ def decode_products_kernel(
     BLOCK_W: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[g] = x[first + g] @ w[first + g].T; w_leaf rows and x_leaf columns lie between leaves."""
+    follow()
     group = tl.program_id(1)
     leaf = first + group
     col = tl.program_id(0) * BLOCK_W
@@ -80,5 +82,5 @@ def products(
         out.stride(0), out.stride(1),
         ROUND_LEAF=round_leaf, HAS_BIAS=bias is not None, X_FIRST=tile.x == INSTRUCTION_ROWS,
         BLOCK_W=tile.w, BLOCK_X=tile.x, BLOCK_K=tile.k,
-        num_warps=4, num_stages=tile.stages,
+        num_warps=4, num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip

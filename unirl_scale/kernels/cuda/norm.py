@@ -8,15 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl_scale.kernels.cuda.chain import follow
+
 TILE_ELEMENTS = 4096  # rows share a program until a tile holds this many elements
 
 
 @triton.jit(do_not_specialize=["rows"])
 def rmsnorm_kernel(
     x_ptr, delta_ptr, w_ptr, sum_ptr, y_ptr, rstd_ptr, rows, x_row, delta_row, eps,
-    ADD: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm of x, or with ADD of x + delta, which goes to sum_ptr; the norm sees it rounded."""
+    if PDL:
+        follow()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < width)[None, :]
@@ -69,18 +73,22 @@ def _launch(width: int) -> dict[str, int]:
     }
 
 
-def rmsnorm(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rmsnorm(x: Tensor, w: Tensor, eps: float, *, pdl: bool) -> tuple[Tensor, Tensor]:
     """x [R, H] rows of any stride -> (y [R, H] of x's dtype, rstd fp32 [R])."""
-    return _rmsnorm(x, None, w, x, eps)
+    return _rmsnorm(x, None, w, x, eps, pdl)
 
 
-def add_rmsnorm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_rmsnorm(
+    x: Tensor, delta: Tensor, w: Tensor, eps: float, *, pdl: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """x, delta [R, H] rows of any stride -> (x + delta, its norm [R, H] of x's dtype, rstd fp32 [R])."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return total, *_rmsnorm(x, delta, w, total, eps)
+    return total, *_rmsnorm(x, delta, w, total, eps, pdl)
 
 
-def _rmsnorm(x: Tensor, delta: Tensor | None, w: Tensor, total: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rmsnorm(
+    x: Tensor, delta: Tensor | None, w: Tensor, total: Tensor, eps: float, pdl: bool
+) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -89,8 +97,9 @@ def _rmsnorm(x: Tensor, delta: Tensor | None, w: Tensor, total: Tensor, eps: flo
         grid = (triton.cdiv(rows, launch["ROWS"]),)
         add = x if delta is None else delta
         rmsnorm_kernel[grid](
-            x, add, w, total, y, rstd, rows, x.stride(0), add.stride(0), eps, ADD=delta is not None, **launch
-        )
+            x, add, w, total, y, rstd, rows, x.stride(0), add.stride(0), eps,
+            ADD=delta is not None, PDL=pdl, launch_pdl=pdl, **launch,
+        )  # fmt: skip
     return y, rstd
 
 

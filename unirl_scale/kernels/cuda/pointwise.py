@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl_scale.kernels.cuda.chain import follow
+
 ROPE_ELEMENTS = 2048
 SWIGLU_BLOCK = 1024
 ADD_BLOCK = 2048
@@ -39,9 +41,11 @@ def rope_kernel(
 def rope_to_pages_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, out_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, k_row, k_page_head, v_row, v_page_head,
-    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, BLOCK: tl.constexpr,
+    heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a (head of q, k or v, token)."""
+    if PDL:
+        follow()
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < half
@@ -67,7 +71,9 @@ def rope_to_pages_kernel(
 
 
 @triton.jit
-def add_kernel(x_ptr, delta_ptr, y_ptr, elements, BLOCK: tl.constexpr):
+def add_kernel(x_ptr, delta_ptr, y_ptr, elements, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    if PDL:
+        follow()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
@@ -81,8 +87,10 @@ def _sigmoid(x):
 
 
 @triton.jit
-def swiglu_kernel(gate_up_ptr, y_ptr, width, BLOCK: tl.constexpr):
+def swiglu_kernel(gate_up_ptr, y_ptr, width, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """One program a block of columns of one (token, leaf) row."""
+    if PDL:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < width
@@ -132,6 +140,8 @@ def rope_to_pages(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor,
+    *,
+    pdl: bool,
 ) -> Tensor:
     """See OpTable.rope_to_pages; consecutive pages are adjacent, so a slot is a row of all of them."""
     tokens, heads, width = q.shape
@@ -143,16 +153,17 @@ def rope_to_pages(
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
             heads=heads, kv_heads=kv_heads, half=width // 2, BLOCK=triton.next_power_of_2(width // 2),
-            num_warps=1,
+            PDL=pdl, launch_pdl=pdl, num_warps=1,
         )  # fmt: skip
     return out
 
 
-def add(x: Tensor, delta: Tensor) -> Tensor:
+def add(x: Tensor, delta: Tensor, *, pdl: bool) -> Tensor:
     """x, delta contiguous, of one shape -> x + delta, delta rounded to x's dtype first."""
     y = torch.empty_like(x)
     if x.numel():
-        add_kernel[(triton.cdiv(x.numel(), ADD_BLOCK),)](x, delta, y, x.numel(), BLOCK=ADD_BLOCK)
+        grid = (triton.cdiv(x.numel(), ADD_BLOCK),)
+        add_kernel[grid](x, delta, y, x.numel(), PDL=pdl, BLOCK=ADD_BLOCK, launch_pdl=pdl)
     return y
 
 
@@ -160,12 +171,13 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
     return rows, triton.cdiv(width, SWIGLU_BLOCK)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, pdl: bool) -> Tensor:
     """[T, L, 2, f] contiguous -> [T, L, f]."""
     tokens, leaves, _, width = gate_up.shape
     y = torch.empty(tokens, leaves, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        swiglu_kernel[_grid(tokens * leaves, width)](gate_up, y, width, BLOCK=SWIGLU_BLOCK)
+        grid = _grid(tokens * leaves, width)
+        swiglu_kernel[grid](gate_up, y, width, PDL=pdl, BLOCK=SWIGLU_BLOCK, launch_pdl=pdl)
     return y
 
 

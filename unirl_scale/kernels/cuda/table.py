@@ -191,17 +191,17 @@ class CudaOps:
     def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         expect(w.shape == x.shape[-1:], "rmsnorm", "x [..., H], w [H]", x, w)
         expect_dtype("rmsnorm", x)
-        y, rstd = norm.rmsnorm(_rows(x), w, eps)
+        y, rstd = norm.rmsnorm(_rows(x), w, eps, pdl=self.device.hopper)
         return y.view(x.shape), rstd.view(x.shape[:-1])
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         expect_delta("add", x, delta)
-        return pointwise.add(x.contiguous(), delta.contiguous())
+        return pointwise.add(x.contiguous(), delta.contiguous(), pdl=self.device.hopper)
 
     def add_rmsnorm(self, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         expect(w.shape == x.shape[-1:], "add_rmsnorm", "x [..., H], w [H]", x, w)
         expect_delta("add_rmsnorm", x, delta)
-        total, y, rstd = norm.add_rmsnorm(_rows(x), _rows(delta), w, eps)
+        total, y, rstd = norm.add_rmsnorm(_rows(x), _rows(delta), w, eps, pdl=self.device.hopper)
         return total.view(x.shape), y.view(x.shape), rstd.view(x.shape[:-1])
 
     def rmsnorm_dx(
@@ -252,7 +252,7 @@ class CudaOps:
         slots: Tensor,
     ) -> Tensor:
         expect_rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
-        return pointwise.rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
+        return pointwise.rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots, pdl=self.device.hopper)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         expect(
@@ -262,7 +262,7 @@ class CudaOps:
             gate_up,
         )
         expect_dtype("swiglu", gate_up)
-        return pointwise.swiglu(gate_up)
+        return pointwise.swiglu(gate_up, pdl=self.device.hopper)
 
     def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         tokens, leaves, _, width = gate_up.shape
@@ -314,7 +314,9 @@ class CudaOps:
         tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
         check_pages(q, k_pages, v_pages, block_table, lengths, tile)
         expect_heads("attention_decode", q, k_pages, v_pages)
-        return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
+        return attention_kernels.attention_decode(
+            q, k_pages, v_pages, block_table, lengths, scale, pdl=self.device.hopper
+        )
 
     def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
