@@ -15,23 +15,20 @@ import argparse
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.price import Layout, _adam, build
-from benchmarks.step import MODELS, Step, flop_per_token, peer_model, peer_step
-from unirl_scale.comm.groups import GroupFactory, connect
+from benchmarks.price import Layout, build, rows_of_ranks
+from benchmarks.step import MODELS, Step, engine_step, flop_per_token, peer_model, peer_step
+from unirl_scale.comm.groups import GroupFactory
 from unirl_scale.core.config import HardwareConfig, MeshConfig, ModelConfig
-from unirl_scale.parallel.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +69,7 @@ def ours(groups: GroupFactory, model: ModelConfig, mesh: MeshConfig, mode: str, 
     device = groups.world.device
     hardware = HardwareConfig(vendor=device.type)  # type: ignore[arg-type]
     engine = build(groups, model, layout, mode, hardware, torch.bfloat16, max_tokens=ids.shape[1])
-    samples = [Sample((int(row[0]),), tuple(row[1:].tolist())) for row in ids]
-    scale = 1.0 / (ids.shape[0] * (ids.shape[1] - 1))
-
-    def loss(numbers: Sequence[int], scores: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        return scores[0] * -scale, {}
-
-    def step() -> None:
-        with torch.no_grad():
-            engine.accumulate(samples, loss)
-            engine.step(_adam, 1.0, engine.reduce())
-
-    return step
+    return engine_step(engine, ids)
 
 
 def ddp(model: ModelConfig, ids: Tensor) -> Step:
@@ -132,7 +118,7 @@ def duel(groups: GroupFactory, rounds: int, makers: Sequence[Callable[[], Step]]
     return [statistics.median(values) for values in times]
 
 
-def measure(groups: GroupFactory, options: Options) -> list[dict[str, Any]]:
+def measure(options: Options, groups: GroupFactory) -> list[dict[str, Any]]:
     """All rows; the same on every rank."""
     rows, world = [], groups.world
     for name in options.models:
@@ -172,24 +158,6 @@ def measure(groups: GroupFactory, options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _rank(rank: int, options: Options, folder: str, out: str) -> None:
-    torch.set_num_threads(1)
-    cuda = options.vendor == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-    with connect(
-        rank,
-        options.ranks,
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{folder}/store" if options.ranks > 1 else None,
-        timeout=timedelta(minutes=5),
-        device=torch.device("cuda", rank) if cuda else "cpu",
-    ) as groups:
-        rows = measure(groups, options)
-        if rank == 0:
-            Path(out).write_text(json.dumps(rows))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -204,10 +172,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     out = args.pop("json")
     options = Options(**args | {"models": tuple(args["models"].split(","))})
-    with tempfile.TemporaryDirectory() as folder:
-        result = f"{folder}/rows.json"
-        mp.spawn(_rank, (options, folder, result), nprocs=options.ranks)
-        rows = json.loads(Path(result).read_text())
+    rows = rows_of_ranks(partial(measure, options), options.ranks, options.vendor)
     print(
         f"{'model':6} {'mesh':14} {'rival':6} {'layout ms':>10} {'rival ms':>9} {'x rival':>8} {'tok/s':>9}"
     )

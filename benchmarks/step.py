@@ -66,6 +66,11 @@ def ours(model: ModelConfig, mode: str, ids: Tensor, leaves: int, micro: int) ->
     engine = build(
         group, model, layout, mode, HardwareConfig(vendor="cuda"), torch.bfloat16, max_tokens=ids.shape[1]
     )
+    return engine_step(engine, ids), engine
+
+
+def engine_step(engine: NativeEngine, ids: Tensor) -> Step:
+    """Forward, backward, clip and AdamW on rows of tokens [B, S] with a loss on every next token."""
     samples = [Sample((int(row[0]),), tuple(row[1:].tolist())) for row in ids]
     scale = 1.0 / (ids.shape[0] * (ids.shape[1] - 1))
 
@@ -77,7 +82,7 @@ def ours(model: ModelConfig, mode: str, ids: Tensor, leaves: int, micro: int) ->
             engine.accumulate(samples, loss)
             engine.step(_adam, 1.0, engine.reduce())
 
-    return step, engine
+    return step
 
 
 def peer_model(model: ModelConfig, ids: Tensor) -> Any:
