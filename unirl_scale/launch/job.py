@@ -34,6 +34,7 @@ class Job:
             node late.
         planner: command that plans the job on nodes whose names are in the file that is put behind it; () =
             nodes in the scheduler's order.
+        elastic: ranks that live on go on without those that were lost; ranks beyond the layout's are spares.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Job:
     restarts: int = 0
     pause_s: int = 15
     planner: tuple[str, ...] = ()
+    elastic: bool = False
 
     @property
     def nodes(self) -> int:
