@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unirl_scale import __version__
@@ -19,12 +21,21 @@ _OVERRIDES = (
 _STATUS = "exit status: 0 done or equal, 1 failed or different, 2 bad input, 130 stopped by Ctrl-C"
 
 
+_SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command; exits with status 2 where they are wrong."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one stretch only; `train CONFIG a=1 --nproc 2 b=2` leaves b=2 here.
     settings = [text for text in rest if "=" in text and not text.startswith("-")]
+    # `--topology a b mesh.actor.tp=2` takes the setting for a third file.
+    files = getattr(args, "topology", None) or []
+    taken = [text for text in files if _SETTING.match(text) and not Path(text).exists()]
+    if taken and hasattr(args, "overrides"):
+        args.topology = [text for text in files if text not in taken]
+        settings, rest = [*taken, *settings], [*taken, *rest]
     if len(settings) < len(rest) or (settings and not hasattr(args, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if settings:
@@ -191,7 +202,7 @@ def _plan(commands: _Commands) -> None:
         help="devices short of links",
     )
     add("--out", default="", metavar="FILE", help="write the plan, .yaml or .json")
-    add("--draw", default="", metavar="FILE", help="draw the machine and its groups, .svg")
+    add("--draw", default="", metavar="FILE", help="draw the machine and its groups, .svg or .png")
     add("--draw-axis", choices=("tp", "dp", "pp"), default="pp", help="what the colours show (default pp)")
     add("--hosts", default="", metavar="FILE", help="write a host file")
     add(

@@ -36,7 +36,7 @@ class PlanCommand:
             layout for them is searched.
         search: print that many layouts and plan the first.
         out: the plan, YAML or JSON by its ending.
-        draw, draw_axis: SVG of the machine, coloured by the axis.
+        draw, draw_axis: SVG or PNG of the machine, coloured by the axis.
         hosts, hosts_form: host file for a launcher.
         rank_table: HCCL rank table.
         exports: shell file that exports the collective library's variables.
@@ -80,8 +80,8 @@ def plan_command(command: PlanCommand, environ: Mapping[str, str], console: Cons
         console.text(plan_table(made))
         for sentence in shown:
             console.line(f"verified: {sentence}")
-    for path, text in _files(cfg, command, made, topology, environ).items():
-        Path(path).write_text(text)
+    for path, content in _files(cfg, command, made, topology, environ).items():
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
         console.line(f"wrote {path}")
     return 0
 
@@ -89,7 +89,7 @@ def plan_command(command: PlanCommand, environ: Mapping[str, str], console: Cons
 def _check_endings(command: PlanCommand) -> None:
     for option, path, endings in (
         ("--out", command.out, (".yaml", ".yml", ".json")),
-        ("--draw", command.draw, (".svg",)),
+        ("--draw", command.draw, (".svg", ".png")),
     ):
         if path and Path(path).suffix not in endings:
             hint = f"{option} {Path(path).with_suffix(endings[0])}"
@@ -120,13 +120,14 @@ def _overrides(mesh: MeshConfig) -> list[str]:
 
 def _files(
     cfg: RunConfig, command: PlanCommand, made: Plan, topology: Topology, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Path -> text of everything to write; all are made before the first is written."""
-    files = {}
+) -> dict[str, str | bytes]:
+    """Path -> content of everything to write; all are made before the first is written."""
+    files: dict[str, str | bytes] = {}
     if command.out:
         files[command.out] = write_plan(made, form="json" if command.out.endswith(".json") else "yaml")
     if command.draw:
-        files[command.draw] = draw_plan(made, axis=command.draw_axis)
+        drawing = draw_plan(made, axis=command.draw_axis)
+        files[command.draw] = drawing.png() if command.draw.endswith(".png") else drawing.svg()
     if command.hosts:
         form = command.hosts_form
         files[command.hosts] = rank_file(made) if form == "rankfile" else host_file(made, form)
