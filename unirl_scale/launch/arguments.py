@@ -126,12 +126,7 @@ def _launch(commands: _Commands) -> None:
         help="files of the machine: the collective library is set for it, and a SLURM job plans itself on "
         "the nodes it got",
     )
-    add(
-        "--product",
-        default="",
-        metavar="NAME",
-        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
-    )
+    _add_product(parser)
     _slurm_options(parser.add_argument_group("slurm"))
     mpirun = parser.add_argument_group("mpirun")
     mpirun.add_argument("--hosts", default="", metavar="A,B", help="hosts, one a node (default: this one)")
@@ -213,12 +208,7 @@ def _plan(commands: _Commands) -> None:
     )
     add("--rank-table", default="", metavar="FILE", help="write an HCCL rank table")
     add("--exports", default="", metavar="FILE", help="write `export` lines for NCCL or HCCL")
-    add(
-        "--product",
-        default="",
-        metavar="NAME",
-        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
-    )
+    _add_product(parser)
     add("--quiet", action="store_true", help="print no table")
 
 
@@ -306,6 +296,11 @@ def _config(commands: _Commands) -> None:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+
+def _add_product(parser: argparse.ArgumentParser) -> None:
+    what = "Ascend product: 910, A2, A3, 950 (default: as files show)"
+    parser.add_argument("--product", default="", metavar="NAME", help=what)
 
 
 def _positive(text: str) -> int:

@@ -13,6 +13,15 @@ from unirl_scale.core.errors import ConfigError
 from unirl_scale.launch.shrinking import Layout
 
 Scheduler = Literal["slurm", "mpirun", "torchrun"]
+NEXT_ATTEMPT = """\
+for ((attempt = 0; attempt <= restarts; attempt++)); do
+  if ((attempt)); then # a lost node is noticed late
+    sleep "$pause" &
+    wait "$!"
+    pause=$((2 * pause))
+  fi
+  [[ -z $ending ]] || break"""
+"""Head of a script's loop, in bash: longer and longer pauses, and none once the job is ending."""
 _NAME = re.compile(r"[\w.-]+")
 
 

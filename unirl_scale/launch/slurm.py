@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from string import Template
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.launch.job import Job, array, exports, header, layout_cases
+from unirl_scale.launch.job import NEXT_ATTEMPT, Job, array, exports, header, layout_cases
 from unirl_scale.launch.shrinking import Layout
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -72,6 +72,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         place=_PLACE_PLANNED if job.planner else _PLACE_IN_ORDER.format(ranks_per_node=job.ranks_per_node),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
+        next_attempt=NEXT_ATTEMPT,
         pause_s=job.pause_s,
         cpus_per_rank=options.cpus_per_rank,
         ending=_OUTLIVE if job.elastic else _TOGETHER,
@@ -235,13 +236,7 @@ run_ranks() { # one attempt; sets status
 }
 
 status=1
-for ((attempt = 0; attempt <= restarts; attempt++)); do
-  if ((attempt)); then # a lost node is noticed late
-    sleep "$$pause" &
-    wait "$$!"
-    pause=$$((2 * pause))
-  fi
-  [[ -z $$ending ]] || break
+${next_attempt}
   mapfile -t live < <(live_nodes)
   if ! layout "$${#live[@]}"; then
     say "$${#live[@]} nodes answer, at least ${fewest} are needed"

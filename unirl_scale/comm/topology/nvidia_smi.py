@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from unirl_scale.comm.topology import boxes, links
-from unirl_scale.comm.topology.matrix import Matrix, Row, read_matrix
+from unirl_scale.comm.topology.matrix import Row, device_paths, read_matrix
 from unirl_scale.comm.topology.model import (
-    SELF,
     UNKNOWN,
     Box,
     Device,
@@ -49,14 +48,8 @@ def read(source: Source) -> Topology:
             source.line_of("GPU"), "a header without rows", "a row for each GPU", f"run `{_COMMAND}` again"
         )
     notes = list(matrix.notes)
-    _note_missing(source, matrix, gpus, notes)
-    paths = [[SELF if a == b else _kind(matrix.pair(source, a, b)) for b in gpus] for a in gpus]
-    boxes.fill_uniform(paths, gpus, notes, source.name)
+    paths, degraded = device_paths(source, matrix, gpus, _kind, notes)
     nic_paths = tuple(tuple(_kind(matrix.pair(source, g, n)) for n in cards) for g in gpus)
-    degraded = boxes.find_degraded(paths, gpus, exempt=lambda kind: kind == UNKNOWN)
-    notes += [
-        Note(what=f"{gpus[i]}: {why}", source=source.name, severity="degraded") for i, why in degraded.items()
-    ]
     fast = sorted({k for row in paths for k in row if k.startswith("NV")})
     if fast:
         what = f"{', '.join(fast)}: 25 GB/s a link assumed; the matrix names no part, NVLink 5 (B200) has 50"
@@ -85,18 +78,6 @@ def _kind(cell: str) -> str:
 
 def _cost(kind: str) -> Link:
     return links.nvlink(int(kind[2:])) if kind.startswith("NV") else links.pcie(kind)
-
-
-def _note_missing(source: Source, matrix: Matrix, gpus: list[str], notes: list[Note]) -> None:
-    for gpu in gpus:
-        if gpu not in matrix.rows:
-            notes.append(
-                Note(
-                    what=f"{gpu}: row missing, the file is cut; its paths come from the other rows",
-                    source=source.name,
-                    severity="filled",
-                )
-            )
 
 
 def _device(
