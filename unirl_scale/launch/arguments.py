@@ -187,7 +187,12 @@ def _plan(commands: _Commands) -> None:
         help="ranks to plan for; where the meshes span others, the best layout is searched",
     )
     add("--search", type=_natural, default=0, metavar="N", help="print the N best layouts and plan the first")
-    add("--accelerator", default="", metavar="NAME", help="h100, h200, a100: predicts times and MFU")
+    add(
+        "--accelerator",
+        default="",
+        metavar="NAME",
+        help="a100, a100-40, h100, h200, b200, gb200 or 910c: predicts times and MFU",
+    )
     add("--memory", type=_positive, metavar="GIB", help="a rank may use (default: the accelerator's)")
     add("--devices-per-node", type=_positive, metavar="N", help="where no file says")
     add(

@@ -31,7 +31,7 @@ _FIELDS = {
     "box": ("vendor", "devices", "fabric", "link", "paths", "down", "numa", "nics"),
     "nic": ("name", "numa", "near", "ports", "alpha_us", "beta_gb_per_s", "source"),
     "node": ("names", "box", "devices"),
-    "level": ("name", "groups", "link"),
+    "level": ("name", "groups", "link", "inside"),
 }
 Path = tuple[str | int, ...]
 
@@ -261,4 +261,9 @@ class _Reader:
             link = constants.get(name)
             if "link" in entry:
                 link = self.link(name, entry["link"], ("levels", n, "link"))
-            yield Level(name=name, groups=tuple(str(g) for g in groups), member=member, link=link)
+            inside = constants.get(f"{name}.inside")
+            if "inside" in entry:
+                inside = self.link(f"{name}.inside", entry["inside"], ("levels", n, "inside"))
+            yield Level(
+                name=name, groups=tuple(str(g) for g in groups), member=member, link=link, inside=inside
+            )

@@ -23,6 +23,11 @@ _PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+|N/?A)\Z")
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)")
 _P2P = re.compile(r"\b(CNS|GNS|TNS|NS|OK)\b")
 _COMMAND = "nvidia-smi topo -m"
+ASSUMED = (
+    "assumed: the matrix names no part, and NVLink 5 (B200) has 50; name the accelerator, or set links.NV<n> "
+    "in a topology YAML"
+)
+"""How the note on a rate ends that an accelerator's name makes needless."""
 
 
 def looks_like(source: Source) -> bool:
@@ -52,10 +57,7 @@ def read(source: Source) -> Topology:
     nic_paths = tuple(tuple(_kind(matrix.pair(source, g, n)) for n in cards) for g in gpus)
     fast = sorted({k for row in paths for k in row if k.startswith("NV")})
     if fast:
-        what = f"{', '.join(fast)}: 25 GB/s a link assumed; the matrix names no part, NVLink 5 (B200) has 50"
-        notes.append(
-            Note(what=what + "; set links.NV<n> in a topology YAML to correct it", source=source.name)
-        )
+        notes.append(Note(what=f"{', '.join(fast)}: 25 GB/s a link; {ASSUMED}", source=source.name))
     box = Box(
         devices=tuple(
             _device(i, gpu, matrix.rows.get(gpu), matrix.trailer, nic_paths[i]) for i, gpu in enumerate(gpus)
