@@ -125,6 +125,18 @@ def test_other_ranks_than_the_meshes_are_searched(files: Files) -> None:
     assert read_plan(str(files.folder / "p.json")).world_size == 2
 
 
+@pytest.mark.parametrize("asked", ["file", "override"])
+def test_an_automatic_mesh_is_searched_on_all_devices(files: Files, asked: str) -> None:
+    model = "model: {actor: {vocab_size: 64, num_layers: 2}}\ninvariance: {model_leaves: 1, data_slots: 2}\n"
+    (files.folder / "run.yaml").write_text(model + ("mesh: auto\n" if asked == "file" else ""))
+    (files.folder / "hosts").write_text("a slots=3\nb slots=3\n")
+    files.plan(*(() if asked == "file" else ("mesh=auto",)), out=str(files.folder / "p.yaml"))
+    assert files.out.getvalue().startswith("1. tp ")
+    plan = read_plan(str(files.folder / "p.yaml"))
+    mesh = plan.role("actor").mesh
+    assert plan.world_size == mesh.tp * mesh.pp * mesh.dp == 4  # of six devices: dp 2 x pp 2 at most
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -32,7 +32,8 @@ class PlanRequest:
     Attributes:
         files: topology files, in any order.
         machine: instead of files, a name of MACHINES.
-        ranks: to plan for; a one-box topology is repeated until it holds them. None = as the meshes span.
+        ranks: to plan for; a one-box topology is repeated until it holds them. None = as the meshes span, or
+            in a search as many as there are devices for.
         accelerator: a name of ACCELERATORS; "" = unknown, then nothing that needs it is predicted.
         memory_bytes: a rank may use; None = the accelerator's.
         layer_us: measured time of each layer for one micro-batch.
@@ -77,9 +78,8 @@ def search(cfg: RunConfig, request: PlanRequest, *, best: int = 5) -> list[Candi
     Raises:
         PlanError: as `plan`, or no layout fits.
     """
-    ranks = request.ranks or world_size_of(cfg)
-    topology = _described(cfg, request, ranks)
-    limits = Limits(ranks=ranks, memory_bytes=request.memory_bytes)
+    topology = _described(cfg, request, request.ranks or 1)
+    limits = Limits(ranks=request.ranks, memory_bytes=request.memory_bytes)
     return search_layouts(
         cfg,
         topology,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from unirl_scale.core.config import MeshConfig, MeshesConfig, RunConfig
 from unirl_scale.core.errors import PlanError
 from unirl_scale.core.load import load_config
 from unirl_scale.core.typed import to_plain
+from unirl_scale.core.yaml_text import read_yaml
 from unirl_scale.launch.collectives import planned_environment
 from unirl_scale.launch.console import Console
 
@@ -67,9 +69,9 @@ def plan_command(command: PlanCommand, environ: Mapping[str, str], console: Cons
         PlanError: a file cannot be read, the meshes do not fit, or the environment is refused.
     """
     _check_endings(command)
-    cfg = load_config(command.config, command.overrides)
+    cfg, auto = _asked(command)
     require_legal(cfg, source=command.config)
-    cfg = _searched(cfg, command, console)
+    cfg = _searched(cfg, command, console, auto=auto)
     made, topology, shown = plan(cfg, command.request)
     if command.out or not command.quiet:
         # Counting what the layers send needs them, and so torch, which takes seconds to load.
@@ -96,12 +98,30 @@ def _check_endings(command: PlanCommand) -> None:
             raise PlanError(f"{option}: got {path}; must end in {' or '.join(endings)}; hint: {hint}")
 
 
-def _searched(cfg: RunConfig, command: PlanCommand, console: Console) -> RunConfig:
+def _asked(command: PlanCommand) -> tuple[RunConfig, bool]:
+    """The configuration, and whether it leaves the layout to the planner: `mesh: auto`.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    auto = "mesh=auto" in command.overrides
+    if not auto:
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # which load_config reports
+            tree, _ = read_yaml(Path(command.config).read_text(encoding="utf-8"), command.config)
+            auto = isinstance(tree, dict) and tree.get("mesh") == "auto"
+    if not auto:
+        return load_config(command.config, command.overrides), False
+    kept = [text for text in command.overrides if text != "mesh=auto"]
+    return load_config(command.config, ["mesh={}", *kept]), True
+
+
+def _searched(cfg: RunConfig, command: PlanCommand, console: Console, *, auto: bool) -> RunConfig:
     """The configuration on the best layout, where one was asked for or the ranks are not the meshes'."""
-    ranks = command.request.ranks
-    if not command.search and ranks in (None, world_size_of(cfg)):
+    ranks, world = command.request.ranks, world_size_of(cfg)
+    if not auto and not command.search and ranks in (None, world):
         return cfg
-    found = search(cfg, command.request, best=max(1, command.search))
+    request = command.request if auto or ranks else replace(command.request, ranks=world)
+    found = search(cfg, request, best=max(1, command.search))
     if not command.quiet:
         console.text(describe_search(found))
         console.line(f"the first: {' '.join(_overrides(found[0].mesh))}")
