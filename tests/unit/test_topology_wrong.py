@@ -43,6 +43,8 @@ def test_a_wrong_file_is_named_with_the_right_one(text: str) -> None:
 
 
 BOX = "unirl_scale_topology: 1\nboxes:\n  b: {vendor: cuda, devices: 100000, link: NV18}\n"
+KEY = "unirl_scale_topology: 1\n"
+TORUS = "- topology: t\n  torus3d:\n    toruses:\n      - {{name: p, dims: {}, nodes: 'n[1-4]'}}\n"
 HTSIM = "Nodes 999999999\nTiers 1\nPodsize 1\nTier 0\nRadix_Down 4\n"
 ASTRA = "topology: [Ring, Ring]\nnpus_count: [4, 99999999999]\nbandwidth: [1, 1]\nlatency: [1, 1]\n"
 
@@ -56,6 +58,12 @@ ASTRA = "topology: [Ring, Ring]\nnpus_count: [4, 99999999999]\nbandwidth: [1, 1]
         (HTSIM, "<text>:1: got Nodes 999999999; must be at most 4000000"),
         ("999999999 1 1\n5\n0 5 1Gbps 1us 0\n", "<text>:1: got 999999999 nodes; must be at most 4000000"),
         (ASTRA, "<text>:2: got npus_count [4, 99999999999]; must be at most 1024 in the first dimension"),
+        (TORUS.format("{x: two, y: 2}"), "<text>:4: got dims {'x': 'two', 'y': 2}; must be whole numbers"),
+        (TORUS.format("[2, 2]"), "<text>:4: got dims [2, 2]; must be whole numbers"),
+        (BOX.replace("100000", "[]"), "<text>:3: got 0; must be a whole number from 1 to 1024"),
+        (KEY + "nodes: [{names: }]\n", "<text>:2: got None; must be a host list"),
+        (KEY + "links: {nic: {alpha_us: 1" + "0" * 400 + "}}\n", "<text>:2: got 1"),
+        ("n1 slots=\u00b2\n", "<text>:1: got \u00b2 slots; must be a whole number"),
         (HTSIM.replace("999999999", "1.2.3"), "<text>:1: got 'Nodes 1.2.3'; must be `Key number`"),
     ],
 )

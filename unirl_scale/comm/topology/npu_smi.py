@@ -9,7 +9,7 @@ from unirl_scale.comm.topology.matrix import Matrix, device_paths, read_matrix
 from unirl_scale.comm.topology.model import UNKNOWN, Box, Device, Link, Note, Topology, box_topology
 from unirl_scale.comm.topology.source import Source
 
-_DEVICE = re.compile(r"(NPU|Phy-ID|Device|Chip)\s?\d+\Z")
+_DEVICE = re.compile(r"(NPU|Phy-ID|Device|Chip)\s?\d{1,5}\Z")
 _PATH = re.compile(r"(X|SYS|PHB|PIX|PXB|HCCS_SW|HCCS|SIO|UB|N/?A)\Z")
 _COMMAND = "npu-smi info -t topo"
 

@@ -18,8 +18,8 @@ from unirl_scale.comm.topology.model import (
 )
 from unirl_scale.comm.topology.source import Source
 
-_DEVICE = re.compile(r"GPU\d+\Z")
-_PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+|N/?A)\Z")
+_DEVICE = re.compile(r"GPU\d{1,4}\Z")
+_PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d{1,4}|N/?A)\Z")
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)")
 _P2P = re.compile(r"\b(CNS|GNS|TNS|NS|OK)\b")
 _COMMAND = "nvidia-smi topo -m"
@@ -92,7 +92,7 @@ def _device(
         index=int(name[3:]),
         name=name,
         vendor="cuda",
-        numa=int(numa) if numa.isdigit() else None,
+        numa=int(numa) if numa.isdecimal() else None,
         cpus=cpus if re.match(r"[\d,\-]+\Z", cpus) else "",
         nics=boxes.nearest_nics(nics),
     )
