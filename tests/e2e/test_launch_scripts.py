@@ -21,6 +21,10 @@ MACHINE = "host1 slots=2\nhost2 slots=2\n"
 RENDERED = (
     ("--scheduler", "slurm", "--nodes", "2"),
     ("--scheduler", "slurm", "--nodes", "2", "--min-nodes", "1", "--time", "60", "--topology", "hosts"),
+    (
+        *("--scheduler", "slurm", "--nodes", "2", "--spare-nodes", "1", "--time", "60"),
+        *("elastic.enabled=true", "checkpoint.every=1"),
+    ),
     ("--scheduler", "mpirun", "--nodes", "2", "--hosts", "a,b"),
     ("--scheduler", "torchrun", "--nodes", "2", "--endpoint", "a:29400", "--min-nodes", "1"),
 )

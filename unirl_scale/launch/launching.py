@@ -126,6 +126,7 @@ def make_job(request: LaunchRequest, environ: Mapping[str, str]) -> Job:
         restarts=request.restarts,
         pause_s=request.pause_s,
         planner=_planner(request, per_node),
+        elastic=cfg.elastic.enabled,
     )
 
 
