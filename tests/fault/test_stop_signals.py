@@ -6,12 +6,11 @@ Faults only hold one rank up for a moment, so that the signal comes in the phase
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.fault.train_job import DEADLINE_S, Ended, TrainJob
+from tests.fault.train_job import Ended, TrainJob, ended
 from unirl_scale.launch.local_rank import free_port
 from unirl_scale.train.checkpoint.names import SaveName
 from unirl_scale.train.checkpoint.store import Store
@@ -117,8 +116,3 @@ def test_one_rank_that_is_asked_to_stop_leaves_and_the_others_go_on_at_once(
     assert job.events()[1]["losses"] == []
     assert job.steps() == [1, 2, 3, 4, 5]
     job.require_equal(undisturbed)
-
-
-def ended(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return Ended(status=process.returncode, out=out, err=err)
