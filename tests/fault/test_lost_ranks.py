@@ -76,6 +76,16 @@ def test_a_warm_spare_takes_the_place_of_a_lost_rank(job: TrainJob, undisturbed:
 
 
 @pytest.mark.slow
+def test_a_spare_that_was_used_up_is_replaced_by_a_new_one(job: TrainJob, undisturbed_long: Path) -> None:
+    job.fault(slot=1, step=3, phase="backward")
+    job.slow_down(0, range(5, 35))
+    job.fault(slot=4, step=40, phase="backward")  # the spare that took its place
+    job.train_well("elastic.spares=1", "elastic.min_ranks=4", f"stages.0.num_steps={LONG_STEPS}")
+    assert job.ranks() == [4, 4, 4]
+    job.require_equal(undisturbed_long)
+
+
+@pytest.mark.slow
 def test_a_rank_that_comes_back_is_taken_in_while_the_others_train(
     job: TrainJob, undisturbed_long: Path
 ) -> None:

@@ -93,8 +93,8 @@ def test_a_second_signal_ends_at_once_and_the_save_before_stays(job: TrainJob, u
     assert ended.status == 128 + signal.SIGTERM
     assert job.processes() == []
     store = Store(job.run_dir / "checkpoints")
-    (newest, *_) = [name for name in store.names() if (store.path / str(name) / "manifest.json").exists()]
-    assert newest == SaveName(2, 1)
+    newest = next(name for name in store.names() if (store.folder(name) / "manifest.json").exists())
+    assert newest.step in (1, 2), "the save of step 2 may have been under way"
     store.read(newest)
     assert "continuing after step 2 of 5" in continues(job, undisturbed)
 

@@ -47,6 +47,7 @@ from unirl_scale.train.elastic.view import Member, View
 from unirl_scale.train.elastic.watching import send_beats, watch
 
 _RETRY_S = 0.05
+_LAST_WORDS_S = 1.0  # of a process that fails: it closes its links before it has reported why
 _PUBLISHED = 32  # members that a newcomer may ask for the hub
 
 
@@ -324,7 +325,7 @@ class Control:
                 case Formed():
                     self._enter(message.view)
                 case Kill():
-                    kill(message.member)
+                    self._start(self._end(message.member))
                 case Leave() if self._hub_member is not None:
                     self._search.left.add(self._hub_member.uid)
                 case Halt():
@@ -335,6 +336,10 @@ class Control:
                     return
                 case _:
                     pass
+
+    async def _end(self, member: Member) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)
+        kill(member)
 
     def _in_view(self, incarnation: int) -> bool:
         return self.seen.view is not None and self.seen.view.incarnation == incarnation
