@@ -247,8 +247,9 @@ def test_srun_starts_the_ranks_on_two_nodes(slurm: Cluster, runs: Runs) -> None:
 def test_a_gpu_job_sees_its_own_device_on_each_rank(slurm: Cluster) -> None:
     """The GPUs are not real: what a rank would see is asked for, torch is not."""
     code = (
-        "import sys; from unirl_scale.launch import environment as e; from unirl_scale.launch.ranks import "
-        "discover; i = discover(e.current()); v = e.device_environment('cuda', i, e.current()); "
+        "import sys; from unirl_scale.core.config import HardwareConfig; from unirl_scale.launch import "
+        "environment as e; from unirl_scale.launch.ranks import discover; i = discover(e.current()); "
+        "v = e.device_environment(HardwareConfig(vendor='cuda'), i, e.current()); "
         "sys.stdout.write(f'{i.node_rank} {i.local_rank} {v}\\n')"
     )
     tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from unirl_scale.comm.cost import Collective, Tier
+from unirl_scale.comm.cost import Tier
 from unirl_scale.comm.plan_model import GIB, MIB, Memory
 from unirl_scale.comm.plan_traffic import Axis, Call
 from unirl_scale.comm.topology.model import IntArray
@@ -119,6 +119,14 @@ class GroupPlan:
         edges = np.cumprod(self.shape[:-1]).tolist()
         return tuple(dict.fromkeys(int(e) for e in edges if 1 < e < self.size))
 
+    @property
+    def gather_below_bytes(self) -> float:
+        """Bytes of a member's nodes up to which an ordered all-reduce gathers them and adds locally."""
+        if not self.classes or self.classes[0].algorithm != "gather_tree":
+            return 0.0
+        largest = self.classes[0].up_to_bytes
+        return float("inf") if largest is None else largest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlan:
@@ -146,6 +154,24 @@ class CallPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentBytes:
+    """Bytes that a rank sends to others in an optimizer step over samples of full length, exactly.
+
+    The trainer counts its own bytes and holds them against the same function, for the lengths it met.
+
+    Attributes:
+        rank: first of the ranks of its pipeline stage.
+        pp: activations up and gradients down.
+    """
+
+    rank: int
+    stage: int
+    tp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
     """One role on its mesh.
 
@@ -154,6 +180,7 @@ class RolePlan:
         memory: of the fullest stage.
         compute_us, bubble_us, comm_us: of one optimizer step (or of scoring, or decoding, a whole batch).
         mfu: model FLOP of the step over what all ranks could do in its time.
+        sent: a rank of each kind of pipeline stage; () where it is not known (train/planned.py).
     """
 
     name: str
@@ -168,6 +195,7 @@ class RolePlan:
     bubble_us: float | None
     comm_us: float | None
     mfu: float | None
+    sent: tuple[SentBytes, ...] = ()
 
     @property
     def step_us(self) -> float | None:
@@ -230,10 +258,10 @@ class Plan:
         raise PlanError(f"plan: got role {name!r}; must be one of {names}; hint: check the name")
 
 
-def reduction_blocks(plan: Plan, role: str, axis: Axis, collective: Collective) -> tuple[int, ...]:
+def reduction_blocks(plan: Plan, role: str, axis: Axis) -> tuple[int, ...]:
     """Block sizes that the trainer hands to OrderedReducer as `inner_size`; () = flat."""
     for call in plan.role(role).calls:
-        if call.call.axis == axis and call.call.collective == collective and call.call.ordered:
+        if call.call.axis == axis and call.call.ordered and call.algorithm != "gather_tree":
             return call.blocks
     return ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,23 +11,25 @@ import numpy.typing as npt
 
 from unirl_scale.comm.cost import VENDOR_ALGORITHMS, Tier, total_size
 from unirl_scale.comm.cost_bounds import bound_us
+from unirl_scale.comm.cost_ordered import Fixed, choose
 from unirl_scale.comm.cost_ordered import Memory as LocalMemory
-from unirl_scale.comm.cost_ordered import choose
 from unirl_scale.comm.plan import Assumptions, CallPlan, GroupPlan, Plan, RolePlan, SizeClass
 from unirl_scale.comm.plan_machine import Machine, OnDegraded, survey
 from unirl_scale.comm.plan_model import (
     Memory,
+    MicroBatches,
     ModelSize,
     chunk_layers,
     inference_memory,
     model_size,
+    samples_per_step,
     training_memory,
 )
 from unirl_scale.comm.plan_place import block_shape, mesh_ranks, place_all
 from unirl_scale.comm.plan_times import best_split, decode_time, score_time, train_time
 from unirl_scale.comm.plan_traffic import Axis, Call, decode_calls, training_calls
 from unirl_scale.comm.topology.model import IntArray, Topology
-from unirl_scale.core.config import MeshConfig, RunConfig, StageConfig
+from unirl_scale.core.config import MeshConfig, RunConfig
 from unirl_scale.core.load import resolve
 
 _CLASS_SIZES = tuple(4**k for k in range(5, 16))
@@ -121,15 +123,10 @@ def roles_of(cfg: RunConfig) -> list[Role]:
     ]
 
 
-def samples_per_step(stage: StageConfig) -> int:
-    """Samples of one optimizer step."""
-    return stage.minibatch_size or stage.batch_size
-
-
-def micro_batches(cfg: RunConfig, mesh: MeshConfig) -> int:
-    """Micro-batches a DP rank runs in one optimizer step, for the largest share."""
-    share = -(-samples_per_step(cfg.stages[-1]) // mesh.dp)
-    return -(-share // mesh.micro_batch_size)
+def micro_batches(cfg: RunConfig, mesh: MeshConfig) -> MicroBatches:
+    """What the fullest DP rank runs in one optimizer step."""
+    slots = mesh.dp if cfg.invariance.mode == "off" else cfg.invariance.data_slots
+    return MicroBatches.of(samples_per_step(cfg), slots, mesh.dp, mesh.micro_batch_size)
 
 
 class _Score:
@@ -149,7 +146,7 @@ class _Score:
     def __call__(self, slots: IntArray) -> tuple[float, ...]:
         places = self.machine.places[:, slots]
         groups = {g.axis: g for g in plan_groups(self.mesh, self.machine, places, first_rank=0)}
-        plans = [plan_call(c, groups[c.axis], self.told) for c in self.calls]
+        plans = plan_calls(self.calls, groups, self.told)
         times = [p.step_us for p in plans]
         total = float("inf") if None in times else float(f"{sum(t or 0.0 for t in times):.5g}")
         depth = len(self.machine.outer) + 1
@@ -204,8 +201,27 @@ def _most_places(row: IntArray, groups: npt.NDArray[np.int32]) -> int:
     return int((1 + (np.diff(ids, axis=1) != 0).sum(axis=1)).max(initial=1))
 
 
-def plan_call(call: Call, group: GroupPlan, told: Assumptions) -> CallPlan:
-    """Choose how a call runs on its group."""
+def plan_calls(
+    calls: Sequence[Call], groups: Mapping[Axis, GroupPlan], told: Assumptions
+) -> tuple[CallPlan, ...]:
+    """Choose how each call runs, as the trainer will: an axis has one set of blocks, those of its first
+    ordered call, and the size classes say which all-reduces gather."""
+    blocks: dict[Axis, tuple[int, ...]] = {}
+    found = []
+    for call in calls:
+        group, fixed = groups[call.axis], None
+        if call.ordered:
+            gather = call.collective == "all_reduce" and call.size_bytes <= group.gather_below_bytes
+            fixed = Fixed(blocks=blocks.get(call.axis), gather=gather if group.classes else None)
+        plan = plan_call(call, group, told, fixed)
+        if call.ordered and plan.algorithm != "gather_tree":
+            blocks.setdefault(call.axis, plan.blocks)
+        found.append(plan)
+    return tuple(found)
+
+
+def plan_call(call: Call, group: GroupPlan, told: Assumptions, fixed: Fixed | None = None) -> CallPlan:
+    """Choose how a call runs on its group, as far as that is not `fixed`."""
     memory = LocalMemory(gb_per_s=told.accelerator.memory_gb_per_s)
     tiers = group.tiers
     if call.collective == "p2p":  # one neighbour, over the tier between the two
@@ -218,6 +234,7 @@ def plan_call(call: Call, group: GroupPlan, told: Assumptions) -> CallPlan:
         allowed=VENDOR_ALGORITHMS[told.transport],
         memory=memory,
         gathered_size=call.result_bytes,
+        fixed=fixed or Fixed(),
     )
     return CallPlan(
         call=call,
@@ -251,14 +268,21 @@ def _chunk_bytes(tiers: Sequence[Tier]) -> int:
     return int(min(_CHUNK_BYTES, 2 ** int(np.ceil(np.log2(needed)))))
 
 
-def size_classes(group: GroupPlan, told: Assumptions) -> tuple[SizeClass, ...]:
-    """How an ordered all-reduce of the group should run, from 1 KiB to 1 GiB, equal neighbours joined."""
+def size_classes(group: GroupPlan, told: Assumptions, itemsize: int = 4) -> tuple[SizeClass, ...]:
+    """How an ordered all-reduce of fp32 nodes that returns elements of `itemsize` bytes should run on the
+    group, from 1 KiB to 1 GiB, equal neighbours joined."""
     if total_size(group.tiers) == 1:
         return ()
     found: list[SizeClass] = []
     for size in _CLASS_SIZES:
         call = Call(
-            name="", axis=group.axis, collective="all_reduce", size_bytes=float(size), count=1, ordered=True
+            name="",
+            axis=group.axis,
+            collective="all_reduce",
+            size_bytes=float(size),
+            count=1,
+            ordered=True,
+            result_bytes=size * itemsize / 4,
         )
         plan = plan_call(call, group, told)
         if found and (found[-1].algorithm, found[-1].blocks) == (plan.algorithm, plan.blocks):
@@ -278,28 +302,27 @@ def plan_role(
 ) -> RolePlan:
     """Groups, calls, memory and times of one role."""
     mesh = role.mesh
+    itemsize = 4 if cfg.precision == "fp32" else 2
     groups = tuple(
-        replace(g, classes=size_classes(g, told) if g.axis != "pp" else ())
+        replace(g, classes=size_classes(g, told, itemsize if g.axis == "tp" else 4)) if g.axis != "pp" else g
         for g in plan_groups(mesh, machine, places)
     )
     by_axis = {g.axis: g for g in groups}
-    count = micro_batches(cfg, mesh)
-    sequences = -(-samples_per_step(cfg.stages[-1]) // mesh.dp)
+    micros = micro_batches(cfg, mesh)
+    sequences = -(-samples_per_step(cfg) // mesh.dp)
     if cfg.rollout.batch_size:
         sequences = min(sequences, cfg.rollout.batch_size)
     if role.phase == "decode":
         calls = decode_calls(cfg, role.size, mesh, sequences)
     else:
-        calls = training_calls(cfg, role.size, mesh, count)
-        if role.phase == "score":  # forward only
-            calls = tuple(replace(c, count=c.count / 2) for c in calls if c.axis != "dp")
-    plans = tuple(plan_call(c, by_axis[c.axis], told) for c in calls)
-    memory, stage = _fullest(cfg, role, count, sequences)
+        calls = training_calls(cfg, role.size, mesh, micros, backward=role.phase == "train")
+    plans = plan_calls(calls, by_axis, told)
+    memory, stage = _fullest(cfg, role, micros, sequences)
     memory = replace(memory, communicators=communicators * told.communicator_cost)
     if role.phase == "train":
-        times = train_time(cfg, role.size, mesh, plans, told, count)
+        times = train_time(cfg, role.size, mesh, plans, told, micros)
     elif role.phase == "score":
-        times = score_time(cfg, role.size, mesh, plans, told, count)
+        times = score_time(cfg, role.size, mesh, plans, told, micros)
     else:
         times = decode_time(cfg, role.size, mesh, plans, told, sequences)
     return RolePlan(
@@ -318,11 +341,11 @@ def plan_role(
     )
 
 
-def _fullest(cfg: RunConfig, role: Role, count: int, sequences: int) -> tuple[Memory, int]:
+def _fullest(cfg: RunConfig, role: Role, micros: MicroBatches, sequences: int) -> tuple[Memory, int]:
     options = []
     for stage in range(role.mesh.pp):
         if role.phase == "train":
-            memory = training_memory(cfg, role.size, role.mesh, stage, count)
+            memory = training_memory(cfg, role.size, role.mesh, stage, micros)
         else:
             kept = sequences if role.phase == "decode" else 0
             memory = inference_memory(cfg, role.size, role.mesh, stage, kept)

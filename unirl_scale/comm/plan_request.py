@@ -12,6 +12,7 @@ from unirl_scale.comm.plan_machine import OnDegraded
 from unirl_scale.comm.plan_search import Candidate, Limits, search_layouts
 from unirl_scale.comm.plan_verify import verify
 from unirl_scale.comm.topology import MACHINES, Topology, cluster, merge, read_topology, spread
+from unirl_scale.comm.topology.model import MAX_NODES
 from unirl_scale.core.check import world_size_of
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import PlanError
@@ -87,6 +88,8 @@ def search(cfg: RunConfig, request: PlanRequest, *, best: int = 5) -> list[Candi
 
 
 def _topology(request: PlanRequest, ranks: int) -> Topology:
+    if ranks > MAX_NODES:
+        raise PlanError(f"plan.ranks: got {ranks}; must be at most {MAX_NODES}; hint: fewer --ranks")
     if request.machine and request.files:
         raise PlanError("plan: got a machine name and topology files; must be one; hint: drop --machine")
     if request.machine:

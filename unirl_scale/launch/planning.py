@@ -1,4 +1,4 @@
-"""`unirl-scale plan`: from an operator's files to a plan and the files that hand it on. Loads no torch."""
+"""`unirl-scale plan`: from an operator's files to a plan and the files that hand it on."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def plan_command(command: PlanCommand, environ: Mapping[str, str], console: Cons
     require_legal(cfg, source=command.config)
     cfg = _searched(cfg, command, console)
     made, topology, shown = plan(cfg, command.request)
+    if command.out or not command.quiet:
+        # Counting what the layers send needs them, and so torch, which takes seconds to load.
+        from unirl_scale.train.planned import with_sent_bytes
+
+        made = with_sent_bytes(made, cfg)
     if not command.quiet:
         console.text(plan_table(made))
         for sentence in shown:

@@ -155,7 +155,7 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     environment.apply(environment.numeric_environment(environ, hardware.threads))
     plan = _read_plan(request.plan)
     device = int(plan.device[info.rank]) if plan is not None and info.rank < plan.world_size else None
-    environment.apply(environment.device_environment(hardware.vendor, info, environ, device))
+    environment.apply(environment.device_environment(hardware, info, environ, device))
     cfg = read_legal(request.config, request.overrides)
     if not cfg.elastic.enabled:
         require_legal(cfg, info.world_size, request.config)

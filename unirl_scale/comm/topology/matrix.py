@@ -86,6 +86,9 @@ def read_matrix(source: Source, device: re.Pattern[str], path: re.Pattern[str], 
                 i, f"row {words[0]} again (first on line {first})", "each row once", "give one file a node"
             )
         matrix.rows[words[0]] = _row(source, matrix, words[0], text, i, path, cut and i == len(lines))
+    odd = next((n for n in matrix.notes if "is not a path" in n.what), None)
+    if odd and not any(row.cells for row in matrix.rows.values()):
+        raise source.error(odd.line, odd.what, f"paths as `{command}` names them", f"run `{command}`")
     return matrix
 
 

@@ -20,6 +20,10 @@ Vendor = Literal["cuda", "npu", "rocm", "unknown"]
 SELF = "X"
 UNKNOWN = "?"
 
+MAX_DEVICES = 1024
+"""Of one node. A larger number in a file is a slip, and would only fill the memory."""
+MAX_NODES = 4_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:

@@ -11,6 +11,7 @@ import numpy as np
 from unirl_scale.comm.topology import boxes, hostlist
 from unirl_scale.comm.topology.documents import YamlDoc, read_yaml
 from unirl_scale.comm.topology.model import (
+    MAX_DEVICES,
     SELF,
     UNKNOWN,
     Box,
@@ -105,8 +106,8 @@ class _Reader:
         return float(value)
 
     def whole(self, value: Any, path: Path, low: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fail(path, f"{value!r}", f"a whole number from {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_DEVICES:
+            raise self.fail(path, f"{value!r}", f"a whole number from {low} to {MAX_DEVICES}")
         return value
 
     def link(self, kind: str, value: Any, path: Path) -> Link:

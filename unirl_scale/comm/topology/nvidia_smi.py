@@ -22,7 +22,7 @@ from unirl_scale.comm.topology.source import Source
 _DEVICE = re.compile(r"GPU\d+\Z")
 _PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+|N/?A)\Z")
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)")
-_P2P = re.compile(r"\b(CNS|GNS|TNS|OK)\b")
+_P2P = re.compile(r"\b(CNS|GNS|TNS|NS|OK)\b")
 _COMMAND = "nvidia-smi topo -m"
 
 

@@ -28,10 +28,10 @@ from unirl_scale.train.elastic.links import own_address
 from unirl_scale.train.elastic.membership import Membership, Pace, Seat
 from unirl_scale.train.elastic.timeline import Timeline
 from unirl_scale.train.elastic.view import View
-from unirl_scale.train.loop import BACKENDS, agree, end_if_asked, train
+from unirl_scale.train.loop import agree, end_if_asked, train
 from unirl_scale.train.metrics import Reporter, SilentReporter
 from unirl_scale.train.rundir import RunDir, hold
-from unirl_scale.train.setup import Setup, prepare
+from unirl_scale.train.setup import Setup, prepare, transport
 from unirl_scale.train.stopping import StopRequest
 
 _CONNECT_S = 5.0
@@ -211,13 +211,14 @@ class _Session:
     def _join(self, view: View, breaker: Breaker) -> AbstractContextManager[GroupFactory]:
         rank = view.rank_of(self.membership.me.uid)
         assert rank is not None
+        backend, device = transport(self.setup.cfg.hardware)
         return connect(
             rank,
             len(view.members),
-            BACKENDS[self.setup.cfg.hardware.vendor],
+            backend,
             store=_client(view.store) if len(view.members) > 1 else None,
             timeout=timedelta(minutes=10),
-            device=self.setup.device,
+            device=device,
             progress=self.membership.progress,
             breaker=breaker,
         )
