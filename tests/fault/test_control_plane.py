@@ -78,6 +78,16 @@ def test_two_neighbours_that_hang_are_both_evicted(tmp_path: Path) -> None:
         job.wait_for_slots([2, 3])
 
 
+def test_a_node_that_hangs_with_the_hub_on_it_is_evicted(tmp_path: Path) -> None:
+    with ControlJob(tmp_path, world=6) as job:
+        job.wait_for_slots([0, 1, 2, 3, 4, 5])
+        for slot in range(4):
+            job.signal(slot, signal.SIGSTOP)
+        found = job.wait_for_slots([4, 5])
+        assert len(found[4]["losses"]) == 4
+        assert [job.processes[slot].wait(timeout=20) for slot in range(4)] == [-signal.SIGKILL] * 4
+
+
 def pause_once(folder: Path) -> tuple[list[dict[str, Any]], float]:
     """Two of three ranks are stopped for a while; (views of the third, the longest pause that there was)."""
     with ControlJob(folder, world=3) as job:

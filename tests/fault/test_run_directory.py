@@ -9,31 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.train_job import DEADLINE_S, Ended, TrainJob
+from tests.fault.train_job import LONG_STEPS, TrainJob, ended
 from unirl_scale.launch.local_rank import free_port
-
-STEPS = 60  # long enough for a process to start meanwhile
-
-
-def ended(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return Ended(status=process.returncode, out=out, err=err)
-
-
-@pytest.fixture(scope="module")
-def undisturbed_60(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of one rank that nothing happened to."""
-    job = TrainJob(tmp_path_factory.mktemp("undisturbed"))
-    job.train_well("mesh.actor.dp=1", f"stages.0.num_steps={STEPS}")
-    return job.run_dir
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [(), ("--overwrite",)], ids=["as it is", "to overwrite"])
 def test_the_same_job_started_twice_is_refused_and_the_first_goes_on(
-    job: TrainJob, undisturbed_60: Path, option: tuple[str, ...]
+    job: TrainJob, undisturbed_long: Path, option: tuple[str, ...]
 ) -> None:
-    job.start(f"stages.0.num_steps={STEPS}")
+    job.start(f"stages.0.num_steps={LONG_STEPS}")
     job.until(lambda: bool(job.steps()))
     second = subprocess.run(
         job.arguments(*option), cwd=job.folder, env=job.environ(), capture_output=True, text=True, check=False
@@ -41,17 +26,17 @@ def test_the_same_job_started_twice_is_refused_and_the_first_goes_on(
     assert second.returncode == 2
     assert f"in use by a live run (process {job.process.pid if job.process else 0} on " in second.stderr
     assert job.wait().status == 0
-    job.require_equal(undisturbed_60)
+    job.require_equal(undisturbed_long)
     assert job.ranks() == [4]
 
 
 @pytest.mark.slow
 def test_a_new_rank_0_holds_the_directory_and_lets_its_own_job_in(
-    job: TrainJob, undisturbed_60: Path
+    job: TrainJob, undisturbed_long: Path
 ) -> None:
     """Ranks of another launcher, where rank 0 holds the directory. It is killed; the next rank 0 turns a
     second job away and takes the first one's replacement in."""
-    port, steps = free_port(), f"stages.0.num_steps={STEPS}"
+    port, steps = free_port(), f"stages.0.num_steps={LONG_STEPS}"
     ranks = [job.start_rank(slot, 4, port, steps) for slot in range(4)]
     job.until(lambda: len(job.steps()) >= 2)
     os.kill(ranks[0].pid, signal.SIGKILL)
@@ -64,7 +49,7 @@ def test_a_new_rank_0_holds_the_directory_and_lets_its_own_job_in(
     ranks[0] = job.start_rank(0, 4, port, steps)
     assert [end.status for end in map(ended, ranks)] == [0, 0, 0, 0]
     assert job.ranks() == [4, 3, 4]
-    job.require_equal(undisturbed_60)
+    job.require_equal(undisturbed_long)
 
 
 @pytest.mark.slow

@@ -146,6 +146,9 @@ class _Ranks:
         if self._together[0] == progress:
             restarts = self._together[1]
         self._together = (progress, restarts + 1)
+        if self._job.restart and restarts >= self._job.max_restarts:
+            times = f"{restarts + 1} times in a row without a step completed in between"
+            self._job.say(f"all ranks were lost {times}; not started again")
         return self._job.restart and restarts < self._job.max_restarts
 
     def _schedule(self, rank: LocalRank, *, at_once: bool) -> None:

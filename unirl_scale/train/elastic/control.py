@@ -20,7 +20,7 @@ from typing import Any
 
 from unirl_scale.core.progress import Progress
 from unirl_scale.train.elastic.hub import Hub
-from unirl_scale.train.elastic.links import Link, ask
+from unirl_scale.train.elastic.links import Link
 from unirl_scale.train.elastic.messages import (
     Alive,
     Announce,
@@ -41,12 +41,13 @@ from unirl_scale.train.elastic.messages import (
     Welcome,
 )
 from unirl_scale.train.elastic.processes import kill
+from unirl_scale.train.elastic.search import ANSWER_S, Found, Search
 from unirl_scale.train.elastic.seen import ControlSettings, Seen
 from unirl_scale.train.elastic.view import Member, View
 from unirl_scale.train.elastic.watching import send_beats, watch
 
 _RETRY_S = 0.05
-_ANSWER_S = 1.0  # a control thread that is alive answers within milliseconds
+_LAST_WORDS_S = 1.0  # of a process that fails: it closes its links before it has reported why
 _PUBLISHED = 32  # members that a newcomer may ask for the hub
 
 
@@ -72,8 +73,7 @@ class Control:
         self._uplink: Link | None = None
         self._hub_member: Member | None = None  # who is the hub, as far as known
         self._announced: Member | None = None  # who says that it is
-        self._lost: dict[str, tuple[str, str]] = {}  # members of the view found dead: why, doing what
-        self._left: set[str] = set()  # those of them who went in peace
+        self._search = Search(settings.run, me)
         self._leaving = False
         self._watched, self._heard = "", ""  # uid of the rank before this one, what it was last heard doing
         self._standing: dict[type, Message] = {}  # said until further notice: repeated to every new hub
@@ -112,7 +112,7 @@ class Control:
 
     async def _wind_up(self) -> None:
         """Hand over what is queued; a hub waits for the others to hang up first."""
-        deadline_s = time.monotonic() + _ANSWER_S
+        deadline_s = time.monotonic() + ANSWER_S
         for link in (*self._links.values(), *([self._uplink] if self._uplink else [])):
             await link.flush()
         while self._links.keys() - {self.me.uid} and time.monotonic() < deadline_s:
@@ -152,7 +152,7 @@ class Control:
         try:
             # Cancelled when the thread ends, which asyncio's server would report as an error.
             with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                first = await link.receive(_ANSWER_S)
+                first = await link.receive(ANSWER_S)
                 if isinstance(first, Hello | Watch | Announce) and first.run == self.settings.run:
                     await self._answer(link, first)
         finally:
@@ -199,23 +199,23 @@ class Control:
     # ---- the hub --------------------------------------------------------------------------------------
     def _become_hub(self) -> None:
         view = self.seen.view
-        lost = {uid: how for uid, how in self._lost.items() if uid not in self._left}
-        self._hub = Hub(self.settings.rules, view, lost, time.monotonic(), self._left)
+        lost = {uid: how for uid, how in self._search.lost.items() if uid not in self._search.left}
+        self._hub = Hub(self.settings.rules, view, lost, time.monotonic(), self._search.left)
         self._hub_member = self.me
         self.settings.directory.publish([self.me.address])
         for member in (*view.members, *view.bench) if view is not None else ():
-            if member.uid != self.me.uid and member.uid not in self._lost:
+            if member.uid != self.me.uid and member.uid not in self._search.lost:
                 self._start(self._announce(self._hub, member))
 
     async def _announce(self, hub: Hub, member: Member) -> None:
-        link = await Link.open(member.address, _ANSWER_S)
+        link = await Link.open(member.address, ANSWER_S)
         if link is None:
             hub.unreachable(member.uid, time.monotonic())
             self._post(hub)
             return
         link.send(Announce(run=self.settings.run, hub=self.me))
         with contextlib.suppress(TimeoutError):
-            if isinstance(await link.receive(_ANSWER_S), Leave):
+            if isinstance(await link.receive(ANSWER_S), Leave):
                 hub.departed(member.uid)
                 self._post(hub)
         link.close()
@@ -246,9 +246,12 @@ class Control:
 
     # ---- the way to the hub ---------------------------------------------------------------------------
     async def _stay_attached(self) -> None:
+        alone_s, patience_s = time.monotonic(), self.settings.rules.wait_timeout_s
         while not (self.seen.halted or self.seen.over or self._leaving):
             found = await self._seek()
             if found is None:
+                if time.monotonic() - alone_s > patience_s:
+                    self._halt(f"found no hub of job {self.settings.run} within {patience_s:g} s")
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._uplink, welcome = found
@@ -261,69 +264,41 @@ class Control:
             await self._follow(self._uplink)
             self._uplink.close()
             self._uplink = None
+            alone_s = time.monotonic()
             if self._announced is None and self._hub is None:
-                self._lost.setdefault(hub.uid, ("its process ended", self._heard_of(hub.uid)))
+                self._search.lost.setdefault(hub.uid, ("its process ended", self._heard_of(hub.uid)))
 
-    async def _seek(self) -> tuple[Link, Welcome] | None:
+    async def _seek(self) -> Found | None:
         """Ask once whoever may be the hub, or know it; become the hub if that falls to this process."""
         if self._announced is not None:
             announced, self._announced = self._announced, None
-            return await self._hello(announced)
+            return await self._search.hello(announced)
         view = self.seen.view
         if view is None or view.rank_of(self.me.uid) is None:
             return await self._seek_as_newcomer()
         for member in view.members:
             if member.uid == self.me.uid:
                 self._become_hub()
-                return await self._hello(self.me)
-            if member.uid not in self._lost:
-                found, alive = await self._inquire(member.address, member.uid)
+                return await self._search.hello(self.me)
+            if member.uid not in self._search.lost:
+                found, alive = await self._search.inquire(member.address, member.uid)
                 if alive:
                     return found  # or it will be the hub once it has noticed that the old one is lost
-                self._lost[member.uid] = ("unreachable", self._heard_of(member.uid))
+                self._search.lost[member.uid] = ("unreachable", self._heard_of(member.uid))
+                await self._search.probe(view.members[: view.members.index(self.me)])
         return None
 
-    async def _seek_as_newcomer(self) -> tuple[Link, Welcome] | None:
+    async def _seek_as_newcomer(self) -> Found | None:
         anybody = False
         for address in self.settings.directory.addresses():
-            found, alive = await self._inquire(address)
+            found, alive = await self._search.inquire(address)
             if found is not None:
                 return found
             anybody = anybody or alive
         if anybody or not self.settings.founder:
             return None
         self._become_hub()
-        return await self._hello(self.me)
-
-    async def _inquire(self, address: str, uid: str = "") -> tuple[tuple[Link, Welcome] | None, bool]:
-        """(the hub, whether anybody answered): the process there, or the one that it names."""
-        answer = await ask(address, self._greeting(), _ANSWER_S)
-        if answer is None:
-            return None, False
-        link, message = answer
-        if isinstance(message, Welcome):
-            return (link, message), True
-        link.close()
-        if isinstance(message, Leave):
-            self._left.add(uid)
-            return None, False
-        if isinstance(message, Elsewhere) and message.hub is not None:
-            return await self._hello(message.hub), True
-        return None, True
-
-    async def _hello(self, hub: Member) -> tuple[Link, Welcome] | None:
-        answer = await ask(hub.address, self._greeting(), _ANSWER_S)
-        if answer is not None and isinstance(answer[1], Welcome):
-            return answer[0], answer[1]
-        if answer is not None:
-            answer[0].close()
-        else:
-            self._lost.setdefault(hub.uid, ("unreachable", ""))
-        return None
-
-    def _greeting(self) -> Hello:
-        incarnation = self.seen.view.incarnation if self.seen.view is not None else 0
-        return Hello(run=self.settings.run, member=self.me, incarnation=incarnation, lost=tuple(self._lost))
+        return await self._search.hello(self.me)
 
     def _heard_of(self, uid: str) -> str:
         return self._heard if uid == self._watched else ""
@@ -334,14 +309,10 @@ class Control:
 
     async def _doubt(self, hub: Member) -> None:
         """Another process takes the hub for dead: find out."""
-        if hub.uid in self._lost:
-            return
-        answer = await ask(hub.address, Watch(run=self.settings.run, uid=self.me.uid), _ANSWER_S)
-        if answer is not None:
-            answer[0].close()
-            return
-        self._lost[hub.uid] = ("unreachable", "")
-        self._leave_hub()
+        if hub.uid not in self._search.lost:
+            await self._search.probe([hub])
+            if hub.uid in self._search.lost:
+                self._leave_hub()
 
     # ---- what the hub says ----------------------------------------------------------------------------
     async def _follow(self, link: Link) -> None:
@@ -354,12 +325,11 @@ class Control:
                 case Formed():
                     self._enter(message.view)
                 case Kill():
-                    kill(message.member)
+                    self._start(self._end(message.member))
                 case Leave() if self._hub_member is not None:
-                    self._left.add(self._hub_member.uid)
+                    self._search.left.add(self._hub_member.uid)
                 case Halt():
-                    self._note(halted=message.reason)
-                    self._stop(message.reason)
+                    self._halt(message.reason)
                     return
                 case Over():
                     self._note(over=True)
@@ -367,8 +337,16 @@ class Control:
                 case _:
                     pass
 
+    async def _end(self, member: Member) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)
+        kill(member)
+
     def _in_view(self, incarnation: int) -> bool:
         return self.seen.view is not None and self.seen.view.incarnation == incarnation
+
+    def _halt(self, reason: str) -> None:
+        self._note(halted=reason)
+        self._stop(reason)
 
     def _stop(self, reason: str) -> None:
         """The view is over; ending collectives may take a while, so not on this thread."""
@@ -379,8 +357,7 @@ class Control:
     def _enter(self, view: View) -> None:
         if view.rank_of(self.me.uid) is not None:
             self._standing.pop(Ready, None)
-        self._lost.clear()
-        self._left.clear()
+        self._search.begin(view)
         self._note(view=view, stopped="", regroup="", formed_s=time.monotonic())
         if self._watching is not None:
             self._watching.cancel()
@@ -404,13 +381,16 @@ class Control:
             stall_timeout_s=settings.stall_timeout_s,
         )
         if self._hub_member is not None and self._hub_member.uid == target.uid:
-            self._lost[target.uid] = (reason, self._heard)
+            self._search.lost[target.uid] = (reason, self._heard)
             self._leave_hub()
             return
         self._say(Suspect(uid=target.uid, reason=reason, doing=self._heard))
-        await asyncio.sleep(_ANSWER_S)
+        await asyncio.sleep(ANSWER_S)
         hub = self._hub_member
         deaf = self._in_view(view.incarnation) and not self.seen.stopped
         if deaf and hub is not None and hub.uid != self.me.uid:
-            self._lost |= {target.uid: (reason, self._heard), hub.uid: (f"silent for {_ANSWER_S:g} s", "")}
+            self._search.lost |= {
+                target.uid: (reason, self._heard),
+                hub.uid: (f"silent for {ANSWER_S:g} s", ""),
+            }
             self._leave_hub()
