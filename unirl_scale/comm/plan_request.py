@@ -15,7 +15,7 @@ from unirl_scale.comm.plan_verify import verify
 from unirl_scale.comm.topology import MACHINES, Topology, cluster, merge, read_topology, spread
 from unirl_scale.comm.topology.links import nvlink
 from unirl_scale.comm.topology.merge import with_figures
-from unirl_scale.comm.topology.model import MAX_NODES
+from unirl_scale.comm.topology.model import MAX_NODES, Link
 from unirl_scale.comm.topology.nvidia_smi import ASSUMED
 from unirl_scale.core.check import world_size_of
 from unirl_scale.core.config import RunConfig
@@ -110,13 +110,15 @@ def _described(cfg: RunConfig, request: PlanRequest, ranks: int) -> Topology:
     if each is None:
         return topology
     kinds = [k for box in topology.boxes for k in box.links if re.fullmatch(r"NV\d+", k)]
-    text = f"{{}} NVLinks x {each:g} GB/s ({request.accelerator})"
-    figures = {
-        k: replace(nvlink(int(k[2:])), beta_gb_per_s=int(k[2:]) * each, source=text.format(k[2:]))
-        for k in kinds
-    }
+    figures = {kind: _nvlinks(kind, each, request.accelerator) for kind in kinds}
     kept = tuple(n for n in topology.notes if not n.what.endswith(ASSUMED))
     return replace(with_figures(topology, figures), notes=kept) if figures else topology
+
+
+def _nvlinks(kind: str, each: float, accelerator: str) -> Link:
+    count = int(kind.removeprefix("NV"))
+    source = f"{count} NVLinks x {each:g} GB/s ({accelerator})"
+    return replace(nvlink(count), beta_gb_per_s=count * each, source=source)
 
 
 def _topology(request: PlanRequest, ranks: int) -> Topology:

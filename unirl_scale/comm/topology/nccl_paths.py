@@ -154,9 +154,9 @@ def pcie_speed(site: Site) -> tuple[float, int] | None:
     """
     hops = []
     for pci in site.chain:
-        speed = re.match(r"\s*([\d.]+)\s*GT/s", pci.attrs.get("link_speed", ""))
+        speed = re.match(r"\s*(\d{1,4}(?:\.\d*)?)\s*GT/s", pci.attrs.get("link_speed", ""))
         width = pci.attrs.get("link_width", "")
-        if speed and width.isdecimal() and int(width) > 1 and float(speed[1]) > 2.5:
+        if speed and re.fullmatch(r"\d{1,3}", width) and int(width) > 1 and float(speed[1]) > 2.5:
             hops.append((float(speed[1]), int(width)))
     return min(hops, key=lambda h: h[0] * h[1]) if hops else None
 
