@@ -76,12 +76,14 @@ def test_a_warm_spare_takes_the_place_of_a_lost_rank(job: TrainJob, undisturbed:
 
 
 @pytest.mark.slow
-def test_a_spare_that_was_used_up_is_replaced_by_a_new_one(job: TrainJob, undisturbed_long: Path) -> None:
-    job.fault(slot=1, step=3, phase="backward")
-    job.slow_down(0, range(5, 35))
-    job.fault(slot=4, step=40, phase="backward")  # the spare that took its place
+def test_spares_that_were_used_up_are_replaced_by_new_ones(job: TrainJob, undisturbed_long: Path) -> None:
+    """The first four processes that are ready train, so one of the faults may meet the spare on its bench."""
+    marks = [job.fault(slot, step, "backward") for slot, step in ((1, 3), (2, 20), (3, 40))]
+    job.slow_down(0, range(4, 40, 2))
     job.train_well("elastic.spares=1", "elastic.min_ranks=4", f"stages.0.num_steps={LONG_STEPS}")
-    assert job.ranks() == [4, 4, 4]
+    happened = sum(mark.exists() for mark in marks)
+    assert happened >= 2
+    assert job.ranks() == [4] * (1 + happened)
     job.require_equal(undisturbed_long)
 
 
