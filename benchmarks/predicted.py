@@ -29,7 +29,7 @@ from unirl_scale.comm.cost import Collective
 from unirl_scale.comm.groups import Group, connect
 from unirl_scale.comm.ordered import OrderedReducer
 from unirl_scale.comm.plan import Assumptions, GroupPlan, Transport
-from unirl_scale.comm.plan_build import plan_call, size_classes
+from unirl_scale.comm.plan_calls import plan_call, size_classes
 from unirl_scale.comm.plan_machine import survey
 from unirl_scale.comm.plan_traffic import Call
 from unirl_scale.comm.probe import probe_groups, probe_rounds, probe_yaml

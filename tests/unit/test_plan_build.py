@@ -177,7 +177,7 @@ def test_table_names_every_group_and_call() -> None:
 
 def test_drawing_has_one_square_a_rank_and_none_overlap() -> None:
     plan = make_plan(run_config(MeshConfig(tp=4, dp=16, pp=2)), cluster(H100, 16, tiers=(4,)), TOLD)
-    root = ElementTree.fromstring(draw_plan(plan))
+    root = ElementTree.fromstring(draw_plan(plan).svg())
     squares = [e for e in root if e.tag.endswith("rect") and e.get("x")]
     corners = {(e.get("x"), e.get("y")) for e in squares}
     assert len(squares) == len(corners) == plan.world_size

@@ -14,9 +14,11 @@ from unirl_scale.comm.plan_file import read_plan, write_plan
 from unirl_scale.comm.plan_model import MicroBatches
 from unirl_scale.comm.plan_table import plan_table
 from unirl_scale.comm.topology import MACHINES, cluster
-from unirl_scale.core.config import MeshConfig, ModelsConfig, RunConfig
+from unirl_scale.core.config import InvarianceConfig, MeshConfig, ModelsConfig, RunConfig
 from unirl_scale.parallel.samples import Sample, plan_slots
-from unirl_scale.train.planned import with_sent_bytes
+from unirl_scale.parallel.traffic import Workload, step_traffic
+from unirl_scale.train.planned import equal_samples_bytes, with_sent_bytes
+from unirl_scale.train.sent import axis_bytes
 
 LAYOUTS = {
     "tp 4": MeshConfig(tp=4, micro_batch_size=2),
@@ -60,6 +62,23 @@ def test_tied_embeddings_cross_the_pipeline() -> None:
     tied, apart = (role_with_bytes(config(LAYOUTS["pp 4"], tied=t), "actor") for t in (True, False))
     assert estimates(tied)["pp"] == pytest.approx(max(s.pp for s in tied.sent), rel=2e-3)
     assert estimates(tied)["pp"] > 1.1 * estimates(apart)["pp"]
+
+
+@pytest.mark.parametrize("samples", [5, 48, 50])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_samples_are_counted_without_running_through_them(layout: str, samples: int) -> None:
+    mesh = LAYOUTS[layout]
+    work = Workload(
+        model=replace(MODEL, num_layers=4, hidden_size=64, ffn_size=96),
+        mesh=mesh,
+        invariance=InvarianceConfig(model_leaves=8, data_slots=10),
+        head="lm",
+        itemsize=2,
+        samples=(),
+    )
+    for rank in range(mesh.tp * mesh.dp * mesh.pp):
+        through = step_traffic(replace(work, samples=[(5, 9)] * samples), rank)
+        assert equal_samples_bytes(work, rank, (5, 9), samples) == axis_bytes(through)
 
 
 def test_the_file_holds_the_exact_bytes_of_each_kind_of_stage() -> None:

@@ -30,28 +30,41 @@ class Accelerator:
         peak_flop_per_s: dense bf16.
         efficiency: share of the peak that the model's GEMMs and attention reach.
         memory_bytes, memory_gb_per_s: capacity and bandwidth of device memory.
+        nvlink_gb_per_s: of one NVLink, one direction.
     """
 
     peak_flop_per_s: float | None = None
     efficiency: float = 0.55
     memory_bytes: float | None = None
     memory_gb_per_s: float | None = None
+    nvlink_gb_per_s: float | None = None
     source: str = "unknown"
+
+
+def _data_sheet(
+    tflop_per_s: float, memory_gb: float, gb_per_s: float, source: str, nvlink: float | None = 25.0
+) -> Accelerator:
+    return Accelerator(
+        peak_flop_per_s=tflop_per_s * 1e12,
+        memory_bytes=memory_gb * 1e9,
+        memory_gb_per_s=gb_per_s,
+        nvlink_gb_per_s=nvlink,
+        source=source,
+    )
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
-        "h100": Accelerator(
-            peak_flop_per_s=989.5e12, memory_bytes=80e9, memory_gb_per_s=3350.0, source="H100 SXM data sheet"
-        ),
-        "h200": Accelerator(
-            peak_flop_per_s=989.5e12, memory_bytes=141e9, memory_gb_per_s=4800.0, source="H200 SXM data sheet"
-        ),
-        "a100": Accelerator(
-            peak_flop_per_s=312e12, memory_bytes=80e9, memory_gb_per_s=2039.0, source="A100 80 GB data sheet"
-        ),
+        "a100": _data_sheet(312.0, 80, 2039.0, "A100 80 GB data sheet"),
+        "a100-40": _data_sheet(312.0, 40, 1555.0, "A100 40 GB data sheet"),
+        "h100": _data_sheet(989.5, 80, 3350.0, "H100 SXM data sheet"),
+        "h200": _data_sheet(989.5, 141, 4800.0, "H200 SXM data sheet"),
+        "b200": _data_sheet(2250.0, 180, 8000.0, "DGX B200 data sheet, an eighth", 50.0),
+        "gb200": _data_sheet(2500.0, 186, 8000.0, "GB200 NVL72 data sheet, one of two GPUs", 50.0),
+        "910c": _data_sheet(376.0, 64, 1600.0, "CloudMatrix384 paper (2025), one of two dies", None),
     }
 )
+"""Dense bf16; what no vendor publishes (910B) is not here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

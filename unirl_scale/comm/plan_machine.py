@@ -97,7 +97,10 @@ def survey(
         names=("node", *(level.name for level in levels), "network"),
         inner=inner,
         inner_size=size,
-        outer=tuple(_with_measured(t, topology, "nic") for t in _outer(topology, usable, levels)),
+        outer=tuple(
+            _with_measured(t, topology, "nic") if t.port == "nic" else t
+            for t in _outer(topology, usable, levels)
+        ),
         excluded=_excluded(topology, usable),
     )
 
@@ -200,7 +203,8 @@ def _nested(levels: Sequence[Level]) -> list[Level]:
             pairs = np.unique(np.stack([below, ids]), axis=1)
             if len(np.unique(below)) != pairs.shape[1]:
                 continue
-        if len(level.groups) > 1 and (not kept or len(np.unique(ids)) < len(np.unique(_ids(kept[-1])))):
+        joins = len(level.groups) > 1 or level.inside is not None
+        if joins and (not kept or len(np.unique(ids)) < len(np.unique(_ids(kept[-1])))):
             kept.append(level)
     return kept
 
@@ -298,6 +302,13 @@ def _outer(
     for depth in range(len(levels) + 1):
         # Row k of `places` is joined through the level above it; without a figure of its own a level is
         # taken as non-blocking, as wide as the NIC.
+        inside = levels[depth].inside if depth < len(levels) else None
+        if inside is not None:
+            name = f"{levels[depth].name}.inside"
+            tiers.append(
+                Tier(name=name, size=1, alpha_us=inside.alpha_us, beta_gb_per_s=inside.beta_gb_per_s)
+            )
+            continue
         link = levels[depth - 1].link if depth else None
         alpha = link.alpha_us if link and link.alpha_us is not None else nic.alpha_us if nic else None
         betas = [k.beta_gb_per_s for k in (nic, link) if k is not None and k.beta_gb_per_s is not None]

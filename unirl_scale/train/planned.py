@@ -3,12 +3,14 @@ they send."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from unirl_scale.comm.plan import GroupPlan, Plan, RolePlan, SentBytes, reduction_blocks
 from unirl_scale.comm.plan_model import samples_per_step
 from unirl_scale.comm.plan_traffic import Axis
+from unirl_scale.comm.tree import split_contiguous
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import PlanError
 from unirl_scale.core.load import resolve
@@ -16,7 +18,7 @@ from unirl_scale.core.mesh import Mesh
 from unirl_scale.core.problems import show
 from unirl_scale.parallel.build import Reductions
 from unirl_scale.parallel.traffic import Workload, step_traffic
-from unirl_scale.train.sent import axis_bytes
+from unirl_scale.train.sent import AXES, axis_bytes
 
 _ROLES = ("actor", "critic", "reference", "rollout")
 _LAYOUT = ("tp", "pp", "dp", "vpp", "sequence_parallel", "first_rank")
@@ -84,21 +86,50 @@ def with_sent_bytes(plan: Plan, cfg: RunConfig) -> Plan:
 def _sent(cfg: RunConfig, role: RolePlan, planned: Mapping[str, Reductions]) -> tuple[SentBytes, ...]:
     """One rank of each kind of stage: stages with as many layers and the same ends send the same."""
     critic, mesh = role.name == "critic", Mesh.from_config(role.mesh)
-    lengths = (cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens)
     work = Workload(
         model=(cfg.model.critic if critic else None) or cfg.model.actor,
         mesh=role.mesh,
         invariance=cfg.invariance,
         head="value" if critic else "lm",
         itemsize=4 if cfg.precision == "fp32" else 2,
-        samples=[lengths] * samples_per_step(cfg),
+        samples=(),
         planned=planned,
     )
     kinds = {}
     for stage in range(mesh.pp):
         kinds.setdefault((role.chunks[stage :: mesh.pp], stage == 0, stage == mesh.pp - 1), stage)
+    lengths = (cfg.rollout.max_prompt_tokens, cfg.rollout.max_response_tokens)
     found = []
     for stage in kinds.values():
         rank = mesh.rank_at(tp=0, dp=0, pp=stage)
-        found.append(SentBytes(rank=rank, stage=stage, **axis_bytes(step_traffic(work, rank))))
+        sent = equal_samples_bytes(work, rank, lengths, samples_per_step(cfg))
+        found.append(SentBytes(rank=rank, stage=stage, **sent))
     return tuple(found)
+
+
+def equal_samples_bytes(work: Workload, rank: int, lengths: tuple[int, int], samples: int) -> dict[str, int]:
+    """Axis -> what `step_traffic` counts for so many samples of one length, in time that does not grow with
+    them: micro-batches of one size send the same.
+
+    Args:
+        work: without samples.
+        rank: on the mesh.
+        lengths: prompt and response tokens of each sample.
+    """
+    mesh, slots = Mesh.from_config(work.mesh), work.invariance.data_slots
+    at = mesh.coordinates(rank)
+    assert at is not None and not work.samples
+    slot_sizes = [len(part) for part in split_contiguous(samples, slots)]
+    held = Counter(slot_sizes[slot] for slot in split_contiguous(slots, mesh.dp)[at.dp])
+    micros: Counter[int] = Counter()
+    for size, count in held.items():
+        full, rest = divmod(size, work.mesh.micro_batch_size)
+        micros[work.mesh.micro_batch_size] += count * full
+        micros[rest] += count
+    one_slot = replace(work, invariance=replace(work.invariance, data_slots=mesh.dp))  # a rank, a slot
+    total = Counter(axis_bytes(step_traffic(work, rank)))
+    nothing = axis_bytes(step_traffic(one_slot, rank))
+    for size, count in micros.items():
+        alone = axis_bytes(step_traffic(replace(one_slot, samples=[lengths] * size * mesh.dp), rank))
+        total.update({axis: count * (alone[axis] - nothing[axis]) for axis in AXES})
+    return {axis: total[axis] for axis in AXES}

@@ -129,7 +129,7 @@ def read_ns3(source: Source) -> Topology:
         raise source.error(rows[-1][0], got, f"{num_links}, as line 1 says", "the file is cut; copy it again")
     above: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for number, words in links:
-        if len(words) < 4 or not (words[0].isdigit() and words[1].isdigit()):
+        if len(words) < 4 or not (words[0].isdecimal() and words[1].isdecimal()):
             raise source.error(number, " ".join(words)[:40], "`a b rate delay error`", "fix the line")
         a, b = int(words[0]), int(words[1])
         rate, delay = _RATE.match(words[2]), _DELAY.match(words[3])

@@ -18,7 +18,7 @@ _HINT = "one host a line: `node01 slots=8`, `node01:8`, or `node01`"
 def looks_like(source: Source) -> bool:
     """Every line that is not a comment is one host entry."""
     lines = [line for line in (_strip(t) for t in source.lines) if line]
-    return bool(lines) and all(_ENTRY.match(line) and not line.isdigit() for line in lines)
+    return bool(lines) and all(_ENTRY.match(line) and not line.isdecimal() for line in lines)
 
 
 def looks_damaged(source: Source) -> bool:
@@ -82,7 +82,7 @@ def _count(source: Source, line: int, colon: str | None, options: dict[str, str]
         rule = f"a whole number from 1 to {MAX_DEVICES}"
         raise source.error(line, f"{numbers[0]} slots", rule, "drop the host to leave it out")
     most = options.get("max_slots", options.get("max-slots"))
-    if most is not None and most.isdigit() and int(most) < int(numbers[0]):
+    if most is not None and most.isdecimal() and int(most) < int(numbers[0]):
         raise source.error(line, f"slots={numbers[0]} over max_slots={most}", "slots <= max_slots", "fix one")
     return int(numbers[0])
 

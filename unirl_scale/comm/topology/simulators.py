@@ -84,7 +84,7 @@ def read_astra(source: Source) -> Topology:
 
 
 def _sizes(source: Source, value: Any, key: str, line: int) -> list[int]:
-    ok = isinstance(value, list) and value and all(re.fullmatch(r"[1-9]\d*", str(v)) for v in value)
+    ok = isinstance(value, list) and value and all(re.fullmatch(r"[1-9]\d{0,11}", str(v)) for v in value)
     if not ok:
         raise source.error(
             line, f"{key} {value!r}", "a list of whole numbers from 1", "write the size of each dimension"
@@ -99,7 +99,7 @@ def _sizes(source: Source, value: Any, key: str, line: int) -> list[int]:
 def _scaled(source: Source, doc: YamlDoc, key: str, value: Any, scale: float) -> float | None:
     if str(value).lower() in ("tbd", "unknown", "none", "?"):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
         raise source.error(doc.line(key), f"{value!r}", "a positive number or tbd", "fix the figure")
     return float(value) * scale or None
 
@@ -191,7 +191,8 @@ def read_taccl(source: Source) -> Topology:
 
 
 def _taccl_link(source: Source, kind: str, alpha: Any, beta: Any, per_mb: bool) -> Link:
-    if not per_mb or not isinstance(alpha, int | float) or not isinstance(beta, int | float) or beta <= 0:
+    known = all(isinstance(f, int | float) and 0 <= f < 1e9 for f in (alpha, beta))
+    if not per_mb or not known or not beta:
         return Link(kind=kind)
     text = f"{source.name}: {alpha} us + {beta} us a megabyte"
     return Link(kind=kind, alpha_us=float(alpha), beta_gb_per_s=round(1e3 / beta, 4), source=text)
