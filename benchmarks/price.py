@@ -3,9 +3,10 @@
     python -m benchmarks.price --ranks 4                     # CPU, gloo
     python -m benchmarks.price --vendor cuda --ranks 2       # NCCL
 
-The same model, batch and layout are built in both modes in one process group, and steps alternate (A B A B
-...). The first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use fewer ranks
-than leaves. A step is forward, backward, reduction, clip and AdamW; its time is that of the slowest rank.
+The same model, batch and layout are built in both modes in one process group, and take turns of two steps
+(A B C A B C ...). The first rows are production layouts (TP = W, DP = D: one leaf a rank); the last ones use
+fewer ranks than leaves. `serial` is `layout` with `mesh.overlap: false`. A step is forward, backward,
+reduction, clip, AdamW and the weights' arrival; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -75,10 +76,15 @@ class Row:
     kernels: str
     off_ms: float
     layout_ms: float
+    serial_ms: float
 
     @property
     def ratio(self) -> float:
         return self.layout_ms / self.off_ms
+
+    @property
+    def overlap(self) -> float:
+        return self.layout_ms / self.serial_ms
 
 
 def layouts(ranks: int, micro: int) -> list[Layout]:
@@ -151,7 +157,7 @@ def batch(options: Options) -> list[Sample]:
 
 
 def step_seconds(group: Group, engine: NativeEngine, samples: Sequence[Sample]) -> float:
-    """One training step of the slowest rank."""
+    """One training step of the slowest rank: half of two, the weights of the second in place."""
     scale = 1.0 / sum(len(s.response) for s in samples)
 
     def loss(numbers: Sequence[int], scores: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -160,12 +166,14 @@ def step_seconds(group: Group, engine: NativeEngine, samples: Sequence[Sample]) 
     group.barrier()
     started = time.perf_counter()
     with torch.no_grad():
-        engine.accumulate(samples, loss)
-        sumsq = engine.reduce()
-        engine.step(_adam, 1.0, sumsq)
+        for _ in range(2):
+            engine.accumulate(samples, loss)
+            engine.step(_adam, 1.0, engine.reduce())
+        for chunk in engine.chunks:
+            chunk.settle()
     if group.device.type != "cpu":
         torch.accelerator.synchronize(group.device)
-    elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    elapsed = torch.tensor((time.perf_counter() - started) / 2, dtype=torch.float64)
     return float(group.all_reduce_max(elapsed))
 
 
@@ -179,27 +187,34 @@ def measure(options: Options, groups: GroupFactory) -> list[dict[str, Any]]:
     for layout in layouts(options.ranks, micro=max(1, options.samples // (2 * options.ranks))):
         hardware = HardwareConfig(vendor=options.vendor)  # type: ignore[arg-type]
         engines = {
-            mode: build(
-                groups, model, layout, mode, hardware, DTYPES[options.precision], max_tokens=options.tokens
+            name: build(
+                groups,
+                model,
+                replace(layout, mesh=replace(layout.mesh, overlap=name != "serial")),
+                "off" if name == "off" else "layout",
+                hardware,
+                DTYPES[options.precision],
+                max_tokens=options.tokens,
             )
-            for mode in ("off", "layout")
+            for name in ("off", "serial", "layout")
         }
         for engine in engines.values():
             step_seconds(groups.world, engine, samples)
-        times: dict[str, list[float]] = {mode: [] for mode in engines}
+        times: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(options.rounds):
-            for mode, engine in engines.items():
-                times[mode].append(step_seconds(groups.world, engine, samples))
-        medians = {mode: statistics.median(values) * 1e3 for mode, values in times.items()}
+            for name, engine in engines.items():
+                times[name].append(step_seconds(groups.world, engine, samples))
+        medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
         rows.append(
             Row(
                 layout=str(layout),
                 kernels=engines["layout"].ctx.ops.name,
                 off_ms=medians["off"],
                 layout_ms=medians["layout"],
+                serial_ms=medians["serial"],
             )
         )
-    return [{**asdict(row), "ratio": row.ratio} for row in rows]
+    return [{**asdict(row), "ratio": row.ratio, "overlap": row.overlap} for row in rows]
 
 
 def rows_of_ranks(
@@ -248,12 +263,12 @@ def main() -> None:
     out = args.pop("json")
     options = Options(**args)
     rows = rows_of_ranks(partial(measure, options), options.ranks, options.vendor)
-    print(f"{'layout':34} {'kernels':20} {'off ms':>9} {'layout ms':>10} {'ratio':>6}")
+    heads = f"{'off ms':>9} {'layout ms':>10} {'/ off':>6} {'serial ms':>10} {'layout / serial':>16}"
+    print(f"{'layout':34} {'kernels':20} {heads}")
     for row in rows:
-        print(
-            f"{row['layout']:34} {row['kernels']:20} {row['off_ms']:9.1f} "
-            f"{row['layout_ms']:10.1f} {row['ratio']:6.2f}"
-        )
+        numbers = f"{row['off_ms']:9.1f} {row['layout_ms']:10.1f} {row['ratio']:6.2f}"
+        overlap = f"{row['serial_ms']:10.1f} {row['overlap']:16.2f}"
+        print(f"{row['layout']:34} {row['kernels']:20} {numbers} {overlap}")
     if out:
         Path(out).write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -15,7 +15,8 @@ from unirl_scale.kernels.reference import ReferenceOps
 from unirl_scale.kernels.spans import Spans
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.engine import MicroResults, NativeEngine, TokenLoss
-from unirl_scale.parallel.samples import Sample
+from unirl_scale.parallel.gradients import Gradients
+from unirl_scale.parallel.samples import Sample, SlotPlan
 
 
 class FlippedForwardBit(ReferenceOps):
@@ -63,27 +64,50 @@ class BrokenGradient(ReferenceOps):
             out[0, 0, 0] = torch.nan
 
 
-class FlippedGradientBit(NativeEngine):
-    """One mantissa bit of one element of this rank's first node is wrong: the largest of its last FFN's
-    gradient, so that the sum over slots cannot round the difference away."""
+class FlippedBit(Gradients):
+    """One mantissa bit of one element of this rank's first node is wrong: the largest of the last layer's
+    FFN gradient, so that the sum over slots cannot round the difference away."""
 
-    def reduce(self) -> float:
-        assert self._gradients is not None
-        gradients = self._gradients[-1]
-        name = f"layers.{self.chunks[-1].layers.stop - 1}.ffn_down"
-        view = gradients._cut(gradients.tree.nodes()[0])[name].view(-1)
-        view.view(torch.int32)[view.abs().argmax()] ^= 1 << 12
-        return super().reduce()
+    def nodes(self, start: int, stop: int) -> Tensor:
+        out = super().nodes(start, stop)
+        name = f"layers.{self.chunk.layers.stop - 1}.ffn_down"
+        first = self.chunk.leafed.offsets[name]
+        last = first + len(self.chunk.ctx.local_leaves) * self.chunk.specs[name].numel
+        if start <= first and last <= stop:
+            view = out[0, first - start : last - start]
+            view.view(torch.int32)[view.abs().argmax()] ^= 1 << 12
+        return out
+
+
+class FlippedGradientBit(NativeEngine):
+    """`FlippedBit` in the last chunk of this rank."""
+
+    def open_gradients(self, plan: SlotPlan) -> list[Gradients]:
+        last = FlippedBit(self.chunks[-1], plan.slots, self.ctx.slots)
+        return [*super().open_gradients(plan)[:-1], last]
+
+
+class Dropped(Gradients):
+    """Data slots that never reach the sum."""
+
+    def nodes(self, start: int, stop: int) -> Tensor:
+        return super().nodes(start, stop).zero_()
 
 
 class DroppedSlot(NativeEngine):
     """This rank's data slots never reach the sum."""
 
-    def reduce(self) -> float:
-        for gradients in self._gradients or ():
-            for node in gradients.tree.nodes():
-                node.zero_()
-        return super().reduce()
+    def open_gradients(self, plan: SlotPlan) -> list[Gradients]:
+        return [Dropped(c, plan.slots, self.ctx.slots) for c in self.chunks]
+
+
+class EarlyBucket(NativeEngine):
+    """Buckets start in the backward of the last micro-batch but one of this rank."""
+
+    def completing_micro(self, plan: SlotPlan) -> int | None:
+        last = super().completing_micro(plan)
+        assert last is not None
+        return last - 1
 
 
 class SwappedSamples(NativeEngine):
@@ -137,6 +161,7 @@ FAULTS = {
     "swapped_leaves": Fault(ops=SwappedLeaves),
     "swapped_siblings": Fault(ops=SwappedSiblings),
     "broken_gradient": Fault(ops=BrokenGradient),
+    "early_bucket": Fault(engine=EarlyBucket),
     "dropped_slot": Fault(engine=DroppedSlot),
     "swapped_samples": Fault(engine=SwappedSamples),
     "vendor_sum_over_data": Fault(context=vendor_sum_over_data),

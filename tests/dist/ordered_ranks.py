@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import canonical
 from unirl_scale.comm.accumulate import tree_sum_nodes
 from unirl_scale.comm.fast import FastReducer
-from unirl_scale.comm.groups import GroupFactory
+from unirl_scale.comm.groups import Group, GroupFactory
 from unirl_scale.comm.ordered import OrderedReducer
 from unirl_scale.comm.tree import split_contiguous
 
@@ -87,6 +87,7 @@ def every_path(
             name = f"inner {inner} chunk {chunk_bytes}"
             sliced = reducer.reduce_scatter(nodes, sizes)
             found[f"{name} reduce_scatter"] = same_bits(sliced, truth[start : start + sizes[group.index]])
+            found[f"{name} started"] = all(in_parts(group, reducer, nodes, truth))
             found[f"{name} all_reduce"] = same_bits(reducer.all_reduce(nodes), truth)
             rounded = reducer.all_reduce(nodes.view(nodes.shape[0], 1, elements), torch.bfloat16)
             found[f"{name} all_reduce bf16"] = same_bits(rounded, truth.bfloat16().view(1, elements))
@@ -98,6 +99,24 @@ def every_path(
     found["gathered"] = same_bits(small.all_reduce(own_nodes(small, ranges, group.index, leaves)), truth)
     fused = OrderedReducer(group, ranges, gather_below_bytes=0, tree_sum=tree_sum)
     found["fused"] = same_bits(fused.all_reduce(own_nodes(fused, ranges, group.index, leaves)), truth)
+    return found
+
+
+def in_parts(group: Group, reducer: OrderedReducer, nodes: Tensor, truth: Tensor) -> list[bool]:
+    """The columns in three reduce-scatters, started before any is waited for: has each the bits of its
+    part?"""
+    cuts = [0, truth.numel() // 4, truth.numel() // 2, truth.numel()]
+    started, expected = [], []
+    for start, stop in pairwise(cuts):
+        sizes = uneven_sizes(stop - start, group.size)
+        first = start + sum(sizes[: group.index])
+        expected.append(truth[first : first + sizes[group.index]])
+        out = torch.full((sizes[group.index],), torch.nan) if start else None
+        started.append((reducer.start_reduce_scatter(nodes[:, start:stop], sizes, out), out))
+    found = []
+    for (pending, out), part in zip(started, expected, strict=True):
+        result = pending.wait()
+        found.append(same_bits(result, part) and (out is None or out is result))
     return found
 
 
@@ -113,8 +132,11 @@ def vendor_sum(groups: GroupFactory, leaves: Tensor, ranges: Sequence[range]) ->
     reducer = FastReducer(group, ranges)
     mine = leaves[ranges[groups.rank].start : ranges[groups.rank].stop]
     sizes = uneven_sizes(leaves.shape[1], group.size)
+    out = torch.full((sizes[groups.rank],), torch.nan)
+    started = reducer.start_reduce_scatter(tree_sum_nodes(mine, reducer.local_nodes), sizes, out)
     return {
         "all_reduce": reducer.all_reduce(tree_sum_nodes(mine, reducer.local_nodes)),
+        "started": started.wait(),
         "reduce": reducer.reduce(tree_sum_nodes(mine, reducer.local_nodes), 0),
         "reduce_scatter": reducer.reduce_scatter(tree_sum_nodes(mine, reducer.local_nodes), sizes),
         "even": reducer.reduce_scatter(

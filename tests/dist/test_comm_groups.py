@@ -59,6 +59,13 @@ def carry(groups: GroupFactory, dtype: torch.dtype) -> dict[str, bool]:
     uneven = group.all_gather_uneven(mine[: sizes[me]], sizes)
     found["all_gather_uneven"] = same_bits(uneven, torch.cat([p[:s] for p, s in zip(everyone, sizes)]))
 
+    first, second = group.start_all_gather(mine), group.start_all_gather_uneven(mine[: sizes[me]], sizes)
+    rows = second.wait()
+    found["start_all_gather_uneven"] = rows.shape == (n, max(sizes)) and all(
+        same_bits(row[:size], theirs[:size]) for row, size, theirs in zip(rows, sizes, everyone)
+    )
+    found["start_all_gather"] = same_bits(first.wait(), torch.stack(everyone))
+
     # member i sends (i + j) % 3 elements to member j
     send = [(me + peer) % 3 for peer in range(n)]
     starts = [[sum((i + k) % 3 for k in range(j)) for j in range(n)] for i in range(n)]
@@ -69,6 +76,7 @@ def carry(groups: GroupFactory, dtype: torch.dtype) -> dict[str, bool]:
 
     found["broadcast"] = same_bits(group.broadcast(mine.clone(), n - 1), everyone[n - 1])
 
+    group.connect_ring()
     if n > 1:
         after, before = (me + 1) % n, (me - 1) % n
         sending, receiving = group.isend(mine, after), group.irecv(torch.empty_like(mine), before)

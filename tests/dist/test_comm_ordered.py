@@ -101,6 +101,7 @@ def test_control_a_vendor_sum_has_other_bits(run_ranks: RankPool, world_size: in
         expected = {
             "all_reduce": truth,
             "reduce_scatter": truth[start : start + sizes[rank]],
+            "started": truth[start : start + sizes[rank]],
             "even": truth[2 * rank : 2 * rank + 2],
         } | ({"reduce": truth} if rank == 0 else {})
         for kind, part in expected.items():

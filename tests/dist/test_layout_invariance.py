@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.dist.engine_ranks import GQA, MHA, STEPS, Case, Digests, run_case
+from tests.dist.engine_ranks import GQA, MHA, Case, Digests, run_case
 from tests.dist.run_ranks import RankPool
 from unirl_scale.core.config import MeshConfig
 from unirl_scale.core.digest_compare import Comparison, compare_digests
@@ -52,7 +52,8 @@ WIDE = Case(
 
 
 def mesh(**axes: object) -> MeshConfig:
-    return MeshConfig(**{"micro_batch_size": 4, **axes})  # type: ignore[arg-type]
+    """A bucket a layer, so that gradients travel behind the backward and weights behind the forward."""
+    return MeshConfig(**{"micro_batch_size": 4, "bucket_elements": 1, **axes})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,13 @@ def comparison(a: Digests, b: Digests) -> Comparison:
 
 def assert_equal(run: Run, reference: Callable[[Case], Digests], case: Case) -> None:
     expected = reference(case)
-    assert len(expected) == STEPS
+    assert len(expected) == case.steps
     for step in expected:
         assert set(step) == case.tensors
     for rank, digests in enumerate(run(case)):
         result = comparison(expected, digests)
         assert result.equal, f"rank {rank}: {result.first_difference}"
-        assert (result.steps, result.tensors) == (STEPS, STEPS * len(case.tensors))
+        assert (result.steps, result.tensors) == (case.steps, case.steps * len(case.tensors))
 
 
 # ---- one axis at a time -----------------------------------------------------------------------------
@@ -98,11 +99,30 @@ def test_micro_batch_and_recompute_change_no_bit(run, reference, micro_batch_siz
     assert_equal(run, reference, replace(TENSOR, slots=1, mesh=layout))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("dp", "slots"), [(2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (2, 5), (3, 5), (4, 7)]
 )
-def test_data_parallel_even_where_slots_do_not_divide(run, reference, dp, slots) -> None:
-    assert_equal(run, reference, replace(DATA, slots=slots, mesh=mesh(dp=dp)))
+def test_data_parallel_even_where_slots_do_not_divide(run, reference, dp, slots, overlap) -> None:
+    assert_equal(run, reference, replace(DATA, slots=slots, mesh=mesh(dp=dp, overlap=overlap)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("bucket_elements", [1, 2000, 1 << 18])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        mesh(dp=3, micro_batch_size=1),
+        mesh(dp=4, recompute="block"),
+        mesh(pp=2, vpp=2, dp=2, micro_batch_size=1),
+        mesh(tp=2, dp=3, sequence_parallel=True),
+        mesh(pp=3, dp=2, micro_batch_size=2),
+    ],
+    ids=["dp3", "dp4-recompute", "pp2-vpp2-dp2", "tp2-dp3-sp", "pp3-dp2"],
+)
+def test_overlap_and_bucket_size_change_no_bit(run, reference, layout, bucket_elements, overlap) -> None:
+    layout = replace(layout, overlap=overlap, bucket_elements=bucket_elements)
+    assert_equal(run, reference, replace(QWEN, mesh=layout, steps=3))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -192,6 +212,8 @@ def random_case(seed: int) -> Case:
         sequence_parallel=rng.random() < 0.5,
         micro_batch_size=rng.choice([1, 2, 3, 4]) if tp * pp == 1 else 4,
         recompute=rng.choice(["none", "block"]),
+        overlap=seed % 3 != 0,
+        bucket_elements=(1, 2000)[seed % 2],
         pipeline_split=tuple(b - a for a, b in itertools.pairwise(cuts)),
     )
     return replace(case, mesh=layout)
@@ -266,6 +288,16 @@ def test_a_dropped_data_slot_shows_in_every_gradient(run, reference) -> None:
     gradients = {name for name in DATA.tensors if name.startswith("grad/")}
     assert {name for step, name in result.differing if step == 1} >= gradients
     assert result.differing[0] == (1, "grad/embed"), result.first_difference
+
+
+def test_buckets_reduced_a_micro_batch_too_early_show_in_their_gradients_alone(run, reference) -> None:
+    case = replace(DATA, slots=3, mesh=mesh(dp=3, micro_batch_size=1))
+    assert differs(run, reference, case).equal
+    result = differs(run, reference, replace(case, fault="early_bucket"))
+    replicated = ("attn_norm", "ffn_norm", "final_norm")  # not in a bucket: reduced at the end
+    leafed = {n for n in DATA.tensors if n.startswith("grad/") and not n.endswith(replicated)}
+    shown = {name for step, name in result.differing if step == 1 and name.startswith("grad/")}
+    assert {"grad/embed", "grad/lm_head", "grad/layers.0.qkv"} <= shown <= leafed
 
 
 def test_two_samples_swapped_between_slots_show_in_the_gradients(run, reference) -> None:

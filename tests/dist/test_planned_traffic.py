@@ -91,6 +91,9 @@ LAYOUTS = {
     "pp2 dp2 interleaved": MeshConfig(pp=2, dp=2, vpp=2),
     "dp4": MeshConfig(dp=4, micro_batch_size=4),
     "dp3": MeshConfig(dp=3),
+    "dp3 a bucket a layer": MeshConfig(dp=3, bucket_elements=1),
+    "pp2 dp2 some layers a bucket": MeshConfig(pp=2, dp=2, bucket_elements=9000),
+    "tp2 dp2 no overlap": MeshConfig(tp=2, dp=2, bucket_elements=1, overlap=False),
 }
 
 
@@ -111,7 +114,8 @@ def test_counted_bytes_equal_the_prediction(run_ranks: RankPool, name: str, head
 
 def test_tied_embeddings_and_bf16(run_ranks: RankPool) -> None:
     tied = replace(MHA, tie_embeddings=True)
-    case = Case(model=tied, mesh=MeshConfig(pp=2, dp=2, micro_batch_size=2), precision="bf16")
+    mesh = MeshConfig(pp=2, dp=2, micro_batch_size=2, bucket_elements=1)
+    case = Case(model=tied, mesh=mesh, precision="bf16")
     assert run_ranks(run_step, 4, case, None) == [predicted(case, rank) for rank in range(4)]
 
 

@@ -22,7 +22,7 @@ CONFIG = """\
 seed: 3
 model:
   actor: {hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 4, head_dim: 8, ffn_size: 64}
-mesh: {actor: {dp: 4, micro_batch_size: 4}}
+mesh: {actor: {dp: 4, micro_batch_size: 4, bucket_elements: 1}}
 rollout: {max_prompt_tokens: 8, max_response_tokens: 4}
 task:
   name: reasoning_gym

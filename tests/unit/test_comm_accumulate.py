@@ -90,3 +90,29 @@ def test_a_leaf_of_another_kind_is_refused(leaf: Tensor) -> None:
 def test_stacked_nodes_outside_the_rows_are_refused(node: tuple[int, int]) -> None:
     with pytest.raises(ShapeError, match="empty or outside"):
         tree_sum_nodes(torch.zeros(4, 1), [node])
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 5, 8, 13])
+def test_the_last_leaf_finished_in_parts_gives_the_bits_of_a_push(total: int) -> None:
+    leaves = wild(total, 9, seed=total)
+    for start in range(total):
+        for stop in range(start + 1, total + 1):
+            whole, parted = StreamingTree(start, stop, total), StreamingTree(start, stop, total)
+            for leaf in leaves[start:stop]:
+                whole.push(leaf.clone())
+            for leaf in leaves[start : stop - 1]:
+                parted.push(leaf.clone())
+            last = leaves[stop - 1].clone()
+            parts = [parted.finish(last, part) for part in (slice(7, 9), slice(0, 4), slice(4, 7))]
+            for node, high, low, middle in zip(whole.nodes(), *parts, strict=True):
+                assert same_bits(node, torch.cat([low, middle, high]))
+
+
+def test_only_the_last_leaf_is_finished_in_parts() -> None:
+    tree = StreamingTree(0, 3, 3)
+    tree.push(torch.ones(2))
+    with pytest.raises(PlanError, match="next to come is 1; only the last one"):
+        tree.finish(torch.ones(2), slice(0, 1))
+    tree.push(torch.ones(2))
+    with pytest.raises(ShapeError, match="leaf 2"):
+        tree.finish(torch.ones(3), slice(0, 1))

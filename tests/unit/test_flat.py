@@ -9,7 +9,7 @@ import torch
 
 from tests.dist.engine_ranks import GQA, MHA
 from unirl_scale.core.config import ModelConfig
-from unirl_scale.parallel.flat import BLOCK, FlatSpace, padded_blocks
+from unirl_scale.parallel.flat import BLOCK, FlatSpace, padded_blocks, shares
 from unirl_scale.parallel.spec import parameter_specs
 
 # Leaves of every size: below a block, whole blocks, blocks and a rest.
@@ -34,24 +34,60 @@ def test_segments_lie_end_to_end_in_canonical_order(model, leaves, held) -> None
     assert {s.leaf for s in space.segments} == set(held)
 
 
+@pytest.mark.parametrize("least", [1, 3000, 10**9])
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 6, 7, 100])
 @pytest.mark.parametrize(("model", "leaves", "held"), SPACES)
-def test_owners_share_every_block_once_and_evenly(model, leaves, held, members) -> None:
+def test_owners_share_every_block_once_and_evenly(model, leaves, held, members, least) -> None:
     space = space_of(model, leaves, held)
-    owned = space.owned(members)
-    assert owned[0].start == 0 and owned[-1].stop == space.numel
-    assert all(a.stop == b.start for a, b in pairwise(owned))
-    pieces = [list(space.pieces(r)) for r in owned]
+    owners = shares(space.buckets(members, least))
+    pieces = [list(space.pieces(*share.ranges)) for share in owners]
+    assert [sum(p.numel for p in own) for own in pieces] == [share.numel for share in owners]
     blocks = [sum(p.stop - p.first for p in own) for own in pieces]
     assert sum(blocks) == space.blocks and max(blocks) - min(blocks) <= 1
     seen = [
         (p.segment.param, p.segment.leaf, b) for own in pieces for p in own for b in range(p.first, p.stop)
     ]
-    assert seen == [(s.param, s.leaf, b) for s in space.segments for b in range(s.blocks)]
-    for own in pieces:
-        for p in own:
-            assert p.start == p.segment.offset + p.first * BLOCK
-            assert p.end == min(p.segment.offset + p.stop * BLOCK, p.segment.offset + p.segment.numel)
+    assert sorted(seen) == [(s.param, s.leaf, b) for s in space.segments for b in range(s.blocks)]
+    for p in (p for own in pieces for p in own):
+        assert p.start == p.segment.offset + p.first * BLOCK
+        assert p.end == min(p.segment.offset + p.stop * BLOCK, p.segment.offset + p.segment.numel)
+
+
+@pytest.mark.parametrize("least", [1, 3000, 10**9])
+@pytest.mark.parametrize(("model", "leaves", "held"), SPACES)
+def test_buckets_are_whole_layers_of_the_wanted_size_in_order(model, leaves, held, least) -> None:
+    space = space_of(model, leaves, held)
+    buckets = space.buckets(3, least)
+    assert buckets[0].elements.start == 0 and buckets[-1].elements.stop == space.numel
+    for before, after in pairwise(buckets):
+        assert before.elements.stop == after.elements.start and before.layer < after.layer
+    for bucket in buckets:
+        inside = [s.layer for s in space.segments if s.offset in bucket.elements]
+        assert min(inside) == bucket.layer
+        assert bucket.owned[0].start == bucket.elements.start
+        assert bucket.owned[-1].stop == bucket.elements.stop
+        assert all(a.stop == b.start for a, b in pairwise(bucket.owned))
+        assert len(bucket.elements) >= min(least, space.numel)
+        layers = set(inside)
+        assert not any(s.layer in layers for s in space.segments if s.offset not in bucket.elements)
+    wanted = {1: len({s.layer for s in space.segments}), 10**9: 1}
+    assert len(buckets) == wanted.get(least, len(buckets))
+    assert len(space.buckets(1, least)) == 1
+
+
+def test_a_shard_is_its_ranges_end_to_end() -> None:
+    space = space_of(MIXED, 1, range(1))
+    flat = torch.arange(float(space.numel))
+    buckets = space.buckets(3, 1)
+    back = torch.full_like(flat, torch.nan)
+    for owner, share in enumerate(shares(buckets)):
+        shard = share.take(flat)
+        assert shard.numel() == share.numel
+        for bucket, part in zip(buckets, share.cut(shard), strict=True):
+            assert part.numel() == bucket.sizes[owner]
+            mine = bucket.owned[owner]
+            back[mine.start : mine.stop] = part
+    assert torch.equal(back, flat)
 
 
 def test_a_short_last_block_is_padded_with_zeros() -> None:

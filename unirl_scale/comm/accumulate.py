@@ -41,16 +41,41 @@ class StreamingTree:
         """
         if self._next == self._stop:
             raise PlanError(f"leaf {self._next} of {self._total}: this tree ends before leaf {self._stop}")
-        if leaf.dtype != torch.float32 or (self._partial and leaf.shape != self._partial[-1].shape):
-            wanted = f"shape {tuple(self._partial[-1].shape)}" if self._partial else "any shape"
-            raise ShapeError(
-                f"leaf {self._next}: got {leaf.dtype} {tuple(leaf.shape)}; needs torch.float32 of {wanted}"
-            )
+        self._check(leaf)
         self._partial.append(leaf)
         for _ in range(completed_by(self._next, self._start, self._total)):
             right = self._partial.pop()
             self._partial[-1].add_(right)
         self._next += 1
+
+    def finish(self, leaf: Tensor, part: slice) -> list[Tensor]:
+        """The finished nodes over a part of the elements; the last leaf is complete there, and never pushed.
+
+        Additions are elementwise, so the parts may be finished one by one, each once, in any order, and give
+        the bits that `push` and `nodes` would.
+
+        Args:
+            leaf: the last leaf, fp32; overwritten inside `part`.
+            part: elements of dim 0.
+
+        Returns:
+            Views, in the order of `node_ranges`.
+
+        Raises:
+            PlanError: this is not the last leaf of the range.
+            ShapeError: not fp32, or another shape than the leaf before.
+        """
+        if self._next != self._stop - 1:
+            raise PlanError(
+                f"leaves [{self._start}, {self._stop}) of {self._total}: the next to come is {self._next}; "
+                "only the last one can be finished in parts"
+            )
+        self._check(leaf)
+        nodes = [partial[part] for partial in (*self._partial, leaf)]
+        for _ in range(completed_by(self._next, self._start, self._total)):
+            right = nodes.pop()
+            nodes[-1].add_(right)
+        return nodes
 
     def nodes(self) -> list[Tensor]:
         """The finished nodes, fp32, in the order of `node_ranges`.
@@ -64,6 +89,13 @@ class StreamingTree:
                 "needs all of them before its nodes are read"
             )
         return list(self._partial)
+
+    def _check(self, leaf: Tensor) -> None:
+        if leaf.dtype != torch.float32 or (self._partial and leaf.shape != self._partial[-1].shape):
+            wanted = f"shape {tuple(self._partial[-1].shape)}" if self._partial else "any shape"
+            raise ShapeError(
+                f"leaf {self._next}: got {leaf.dtype} {tuple(leaf.shape)}; needs torch.float32 of {wanted}"
+            )
 
 
 def tree_sum_nodes(leaves: Tensor, nodes: Sequence[Node]) -> Tensor:

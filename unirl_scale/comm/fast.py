@@ -6,17 +6,34 @@ Kept to measure the price of order against. The result depends on the layout, th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unirl_scale.comm.groups import Group
+from unirl_scale.comm.scatter import PendingSum
 from unirl_scale.comm.tree import Node
+from unirl_scale.comm.wire import Pending, failures_as_comm_errors
 from unirl_scale.core.errors import PlanError, ShapeError
 
 # Torch 2.13 renames this collective and warns about the old name; 2.11 has only the old one.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """The first `count` elements of what arrives, on `device` or in `out`."""
+
+    arriving: Pending
+    count: int
+    device: torch.device
+    out: Tensor | None
+
+    def wait(self) -> Tensor:
+        mine = self.arriving.wait()[: self.count]
+        return mine.to(self.device) if self.out is None else self.out.copy_(mine)
 
 
 class FastReducer:
@@ -60,24 +77,37 @@ class FastReducer:
         Raises:
             ShapeError: `nodes` or `sizes` do not fit.
         """
+        return self.start_reduce_scatter(nodes, sizes).wait()
+
+    def start_reduce_scatter(
+        self, nodes: Tensor, sizes: Sequence[int], out: Tensor | None = None
+    ) -> PendingSum:
+        """Start a `reduce_scatter`; leave `nodes` alone until it is waited for.
+
+        Args:
+            out: where the result goes, if anywhere in particular.
+        """
         row, n, longest = self._own_row(nodes), self._group.size, max(sizes, default=0)
         if len(sizes) != n or sum(sizes) != row.numel() or row.dim() != 1:
             raise ShapeError(
                 f"reduce_scatter: sizes {list(sizes)} of {n} members do not sum to {row.numel()}"
             )
         if n == 1 or longest == 0:
-            return row
+            return _Slice(Pending("reduce_scatter", (), row), row.numel(), nodes.device, out)
         if min(sizes) < longest:
             padded = row.new_zeros(n, longest)
             for slot, piece in zip(padded, torch.split(row, list(sizes)), strict=True):
                 slot[: piece.numel()] = piece
             row = padded.view(-1)
         source = row.to(self._group.device)
-        out = torch.empty(longest, dtype=row.dtype, device=source.device)
-        with self._group.transferring("reduce_scatter"):
-            _reduce_scatter_flat(out, source, op=dist.ReduceOp.SUM, group=self._group.handle)
+        landing = torch.empty(longest, dtype=row.dtype, device=source.device)
+        with failures_as_comm_errors("reduce_scatter", self._group.ranks):
+            work = _reduce_scatter_flat(
+                landing, source, op=dist.ReduceOp.SUM, group=self._group.handle, async_op=True
+            )
         self._count("reduce_scatter", source)
-        return out[: sizes[self._group.index]].to(nodes.device)
+        arriving = Pending("reduce_scatter", (work,), landing, kept=source, waiting=self._group.transferring)
+        return _Slice(arriving, sizes[self._group.index], nodes.device, out)
 
     def all_reduce(self, nodes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Sum over the members, on every member.

@@ -76,16 +76,27 @@ class Group:
     # ---- gather and exchange ----------------------------------------------------------------------
     def all_gather(self, t: Tensor) -> Tensor:
         """Every member's `t` (same shape and dtype everywhere), [size, *t.shape], in member order."""
+        return self.start_all_gather(t).wait()
+
+    def start_all_gather(self, t: Tensor) -> Pending:
+        """Start an `all_gather`; leave `t` alone until the result is waited for."""
         if self.size == 1:
-            return t.detach().clone().unsqueeze(0)
+            return Pending("all_gather", (), t.detach().clone().unsqueeze(0))
         source = self._outgoing(t)
         gathered = torch.empty(self.size * source.numel(), dtype=torch.uint8, device=self.device)
+        works: tuple[dist.Work, ...] = ()
         if source.numel():
-            with self.transferring("all_gather"):
-                _all_gather_flat(gathered, source, group=self.handle)
+            with failures_as_comm_errors("all_gather", self.ranks):
+                work = _all_gather_flat(gathered, source, group=self.handle, async_op=True)
+            works = _started(work)
         others_bytes = source.numel() * (self.size - 1)
         self.traffic.add("all_gather", others_bytes, others_bytes)
-        return gathered.view(t.dtype).to(t.device).view(self.size, *t.shape)
+        shape = (self.size, *t.shape)
+        if t.device == self.device:
+            result = gathered.view(t.dtype).view(shape)
+            return Pending("all_gather", works, result, kept=source, waiting=self.transferring)
+        result = torch.empty(shape, dtype=t.dtype, device=t.device)
+        return Pending("all_gather", works, result, kept=source, staged=gathered, waiting=self.transferring)
 
     def all_gather_uneven(self, t: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate flat tensors of different lengths.
@@ -100,15 +111,21 @@ class Group:
         Raises:
             ShapeError: `t` has not sizes[index] elements, or not one size a member.
         """
-        self._check_sizes("all_gather_uneven", sizes)
-        _check_elements("all_gather_uneven", t, sizes[self.index])
-        longest, flat = max(sizes), t.detach().reshape(-1)
-        if flat.numel() < longest:
-            flat = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
-        rows = self.all_gather(flat)
-        if min(sizes) == longest:
+        rows = self.start_all_gather_uneven(t, sizes).wait()
+        if min(sizes) == max(sizes):
             return rows.view(-1)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+    def start_all_gather_uneven(self, t: Tensor, sizes: Sequence[int]) -> Pending:
+        """Start an `all_gather_uneven`.
+
+        Returns:
+            Pending of [size, max(sizes)]: row m holds member m's sizes[m] elements and then padding.
+        """
+        self._check_sizes("all_gather_uneven", sizes)
+        _check_elements("all_gather_uneven", t, sizes[self.index])
+        missing, flat = max(sizes) - sizes[self.index], t.detach().reshape(-1)
+        return self.start_all_gather(torch.cat([flat, flat.new_zeros(missing)]) if missing else flat)
 
     def all_to_all(self, t: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         """`start_all_to_all`, waited for."""
@@ -183,6 +200,21 @@ class Group:
             work = dist.irecv(buffer, group=self.handle, group_src=src_index)
         self.traffic.add("recv", 0, buffer.numel())
         return Pending("irecv", _started(work), t, kept=buffer, staged=staged, waiting=self.transferring)
+
+    def connect_ring(self) -> None:
+        """Connect every member with the next one, for `isend` and `irecv`; collective.
+
+        NCCL and HCCL connect two ranks at their first message, and until both have come to it the *host*
+        waits. A receive that is posted long before its message would stop its rank there. Pairs connect in
+        one order on all members, so that none waits in a circle.
+        """
+        ring = {tuple(sorted((member, (member + 1) % self.size))) for member in range(self.size)}
+        for low, high in sorted(ring) if self.size > 1 else ():
+            greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            if self.index == low:
+                self.isend(greeting, high).wait()
+            elif self.index == high:
+                self.irecv(greeting, low).wait()
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]

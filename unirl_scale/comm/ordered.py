@@ -10,9 +10,8 @@ sent, as a ring sends, n - 1 additions an element, and temporary memory of at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Protocol
 
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 
 from unirl_scale.comm.groups import Group
-from unirl_scale.comm.schedule import ReductionSchedule, Stage
+from unirl_scale.comm.scatter import Chunk, PendingSum, Scatter
+from unirl_scale.comm.schedule import ReductionSchedule
 from unirl_scale.comm.tree import CombinePlan, Node
 from unirl_scale.comm.wire import Pending
 from unirl_scale.core.errors import PlanError, ShapeError
 
-Span = tuple[int, int]
 TreeSum = Callable[[Tensor], Tensor]
 """fp32 [n, ...] -> [...]: the canonical tree over dim 0, the op table's `tree_sum`."""
 
@@ -46,6 +45,10 @@ class Reducer(Protocol):
 
     def reduce_scatter(self, nodes: Tensor, sizes: Sequence[int]) -> Tensor: ...
 
+    def start_reduce_scatter(
+        self, nodes: Tensor, sizes: Sequence[int], out: Tensor | None = None
+    ) -> PendingSum: ...
+
     def all_reduce(self, nodes: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def reduce(self, nodes: Tensor, dst_index: int) -> Tensor | None: ...
@@ -65,6 +68,7 @@ class OrderedReducer:
         inner_size: int | Sequence[int] | None = None,
         chunk_bytes: int = 64 << 20,
         gather_below_bytes: int = 64 << 10,
+        window_bytes: int = 256 << 20,
         wire_dtype: torch.dtype = torch.float32,
         tree_sum: TreeSum | None = None,
     ) -> None:
@@ -77,6 +81,8 @@ class OrderedReducer:
             chunk_bytes: bound on each temporary of a reduction; equal on all members.
             gather_below_bytes: an all-reduce whose nodes take no more than this gathers them on every member
                 and adds there: one exchange instead of two. Equal on all members.
+            window_bytes: `start_reduce_scatter` puts chunks of so much on the wire before it returns, two at
+                the least; equal on all members.
             wire_dtype: torch.bfloat16 if nodes are given, and shipped, in bf16: legal when every node is a
                 single leaf that was rounded already (`invariance.leaf_dtype: bf16`).
             tree_sum: a fused kernel for the canonical tree over rows; used where the rows allow it.
@@ -91,6 +97,7 @@ class OrderedReducer:
         self._group = group
         self._schedule = ReductionSchedule.of(ranges, group.index, blocks)
         self._chunk_bytes, self._gather_below_bytes = chunk_bytes, gather_below_bytes
+        self._window_chunks = max(2, window_bytes // chunk_bytes)
         self._wire_dtype, self._tree_sum = wire_dtype, tree_sum
         all_nodes = [node for nodes in self._schedule.members_nodes for node in nodes]
         self._gathered_plan = CombinePlan.of(all_nodes, self._schedule.total)
@@ -127,28 +134,52 @@ class OrderedReducer:
         Raises:
             ShapeError: `nodes` or `sizes` do not fit.
         """
+        return self._scatter(nodes, sizes, None, 2).wait()
+
+    def start_reduce_scatter(
+        self, nodes: Tensor, sizes: Sequence[int], out: Tensor | None = None
+    ) -> PendingSum:
+        """Start a `reduce_scatter`; leave `nodes` alone until it is waited for.
+
+        Members start, and wait for, their sums in one order.
+
+        Args:
+            nodes, sizes: as for `reduce_scatter`.
+            out: fp32 [sizes[index]] to write the result to.
+
+        Raises:
+            ShapeError: an argument does not fit.
+        """
+        return self._scatter(nodes, sizes, out, self._window_chunks)
+
+    def _scatter(self, nodes: Tensor, sizes: Sequence[int], out: Tensor | None, ahead: int) -> Scatter:
+        """A reduce-scatter with its first `ahead` chunks on the wire."""
         self._check(nodes)
-        n = self._group.size
+        n, index = self._group.size, self._group.index
         if nodes.dim() != 2 or len(sizes) != n or sum(sizes) != nodes.shape[1] or min(sizes) < 0:
             raise ShapeError(
                 f"reduce_scatter: got nodes {tuple(nodes.shape)} and sizes {list(sizes)}; needs 2 dims and "
                 f"{n} sizes >= 0 that sum to the second"
             )
+        if out is not None and (out.dtype != torch.float32 or out.shape != (sizes[index],)):
+            raise ShapeError(
+                f"reduce_scatter: got out {out.dtype} {tuple(out.shape)}; needs fp32 ({sizes[index]},)"
+            )
         if n == 1:
-            return nodes[0].float()
-        out = torch.empty(sizes[self._group.index], dtype=torch.float32, device=nodes.device)
-        step = self._chunk_elements()
-        waiting: list[tuple[_Chunk, Pending, Tensor]] = []
-        for start in range(0, max(sizes), step):
-            counts = tuple(max(0, min(size - start, step)) for size in sizes)
-            chunk = _Chunk(self._group, self._schedule, counts)
-            offsets = [offset + start for offset in accumulate(sizes[:-1], initial=0)]
-            waiting.append((chunk, chunk.start(nodes, offsets), out[start : start + step]))
-            if len(waiting) == 2:  # one chunk is on the wire while the one before it is added up
-                self._finish(*waiting.pop(0))
-        if waiting:
-            self._finish(*waiting.pop())
-        return out
+            result = nodes[0].float()
+            return Scatter(result if out is None else out.copy_(result), (), self._finish)
+        if out is None:
+            out = torch.empty(sizes[index], dtype=torch.float32, device=nodes.device)
+        step, firsts = self._chunk_elements(), list(accumulate(sizes[:-1], initial=0))
+        chunks = [
+            Chunk(
+                self._group, self._schedule, tuple(max(0, min(size - start, step)) for size in sizes), start
+            )
+            for start in range(0, max(sizes), step)
+        ]
+        scatter = Scatter(out, chunks, self._finish, nodes, firsts)
+        scatter.launch(ahead)
+        return scatter
 
     def all_reduce(self, nodes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Sum over all leaves, on every member, rounded once at the root.
@@ -202,7 +233,7 @@ class OrderedReducer:
         rows = max(self._schedule.total_nodes, self._group.size)
         return max(1, self._chunk_bytes // (4 * rows))
 
-    def _finish(self, chunk: _Chunk, arriving: Pending, out: Tensor) -> None:
+    def _finish(self, chunk: Chunk, arriving: Pending, out: Tensor) -> None:
         plan = self._schedule.stages[-1].plan
         _finish_tree(chunk.finish(arriving), plan, self._tree_sum if self._fuse_last else None, out)
 
@@ -220,65 +251,6 @@ class OrderedReducer:
                 f"nodes: got {nodes.dtype} {tuple(nodes.shape)}; needs {self._wire_dtype} with "
                 f"{len(self.nodes)} rows, one for each of {list(self.nodes)}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The same stretch of every member's slice on its way through the levels; `counts` are its elements."""
-
-    group: Group
-    schedule: ReductionSchedule
-    counts: tuple[int, ...]
-
-    def start(self, nodes: Tensor, offsets: Sequence[int]) -> Pending:
-        """Put the first level on the wire; member m's elements begin at offsets[m] of each row."""
-        spans = {member: (start, start + self.counts[member]) for member, start in enumerate(offsets)}
-        return self._send(self.schedule.stages[0], list(nodes.unbind()), spans, nodes)
-
-    def finish(self, arriving: Pending) -> Tensor:
-        """Run the inner levels; returns what the last level's plan still has to add, [rows, elements]."""
-        for stage, following in pairwise(self.schedule.stages):
-            arrived = self._arrived(stage, arriving)
-            rows = list(arrived.unbind())
-            for left, right in stage.plan.steps:
-                rows[left].add_(rows[right])
-            stops = list(accumulate((self.counts[member] for member in following.held), initial=0))
-            spans = dict(zip(following.held, pairwise(stops), strict=True))
-            arriving = self._send(following, [rows[slot] for slot in stage.plan.outputs], spans, arrived)
-        return self._arrived(self.schedule.stages[-1], arriving)
-
-    def _send(self, stage: Stage, rows: Sequence[Tensor], spans: Mapping[int, Span], like: Tensor) -> Pending:
-        """Ship each peer its members' spans of every row: [rows, elements] a peer, peers in order."""
-        pieces = [rows[row][start:stop] for row, start, stop in _cuts(stage.sends, len(rows), spans)]
-        packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else like.new_empty(0)
-        sends, receives = [0] * self.group.size, [0] * self.group.size
-        kept = self._kept(stage)
-        for peer, members, peer_rows in zip(stage.peers, stage.sends, stage.rows, strict=True):
-            sends[peer] = len(rows) * sum(self.counts[member] for member in members)
-            receives[peer] = peer_rows * kept
-        return self.group.start_all_to_all(packed, sends, receives)
-
-    def _arrived(self, stage: Stage, arriving: Pending) -> Tensor:
-        return arriving.wait().view(sum(stage.rows), self._kept(stage)).float()
-
-    def _kept(self, stage: Stage) -> int:
-        """Elements a row has on this member after the level."""
-        mine = stage.sends[stage.peers.index(self.group.index)]
-        return sum(self.counts[member] for member in mine)
-
-
-def _cuts(sends: Sequence[Sequence[int]], rows: int, spans: Mapping[int, Span]) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of what goes on the wire, in order. Neighbours are joined, so a flat exchange of one
-    node is one cut and needs no packing copy."""
-    cuts: list[tuple[int, int, int]] = []
-    for members in sends:
-        for row in range(rows):
-            for start, stop in (spans[member] for member in members):
-                if cuts and cuts[-1][0] == row and cuts[-1][2] == start:
-                    cuts[-1] = (row, cuts[-1][1], stop)
-                elif start < stop:
-                    cuts.append((row, start, stop))
-    return cuts
 
 
 def _finish_tree(rows: Tensor, plan: CombinePlan, tree_sum: TreeSum | None, out: Tensor) -> None:

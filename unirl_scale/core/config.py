@@ -63,6 +63,8 @@ class MeshConfig:
     micro_batch_size: int = 1  # samples a micro-batch
     recompute: Literal["none", "block"] = "none"
     pipeline_split: tuple[int, ...] = ()  # layers of each of the pp*vpp chunks; () = as even as it goes
+    overlap: bool = True  # dp > 1: gradients travel behind the backward, weights behind the next forward
+    bucket_elements: int = 1 << 18  # fewest parameters, here, that travel together; whole layers
     first_rank: int = 0
 
 

@@ -99,6 +99,7 @@ RANGES: dict[type, dict[str, Bound]] = {
         "vpp": AT_LEAST_1,
         "micro_batch_size": AT_LEAST_1,
         "pipeline_split": AT_LEAST_1,
+        "bucket_elements": AT_LEAST_1,
         "first_rank": NOT_NEGATIVE,
     },
     OptimConfig: {

@@ -46,6 +46,9 @@ class RoleGroups:
         pipes = [g for m in meshes for g in m.pp_groups()]
         self._groups = factory.build_groups(sums)
         self._pipes = {c: factory.build_groups(pipes, channel=c) for c in (UP, DOWN)}
+        for channel in (UP, DOWN):
+            for group in self._pipes[channel].values():
+                group.connect_ring()
 
     def tp(self, mesh: Mesh) -> Group:
         return self._groups[self._mine(mesh.tp_groups())]
@@ -113,5 +116,7 @@ def build_context(
         sequence_parallel=mesh_cfg.sequence_parallel and mesh.tp > 1,
         dtype=dtype,
         device=device,
+        overlap=mesh_cfg.overlap and mesh.dp > 1,
+        bucket_elements=mesh_cfg.bucket_elements,
         round_leaf=ordered and invariance.leaf_dtype == "bf16",
     )

@@ -2,22 +2,27 @@
 their weights.
 
 Weights lie in one flat compute-dtype tensor (leafed parameters) and one flat fp32 tensor (replicated ones),
-so that resharding, the sharded optimizer and digests move ranges, not names.
+so that resharding, the sharded optimizer and digests move ranges, not names. After an optimizer step the
+leafed ones arrive bucket by bucket; a forward waits for a bucket just before it needs it, everyone else who
+asks for `flat` or `weights` waits for all.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from unirl_scale.comm.groups import Pending
 from unirl_scale.core.config import ModelConfig
 from unirl_scale.parallel.block import Block, Rope, Saved, Tensors
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.ends import Embedding, LmHead, ValueHead
-from unirl_scale.parallel.flat import FlatSpace
+from unirl_scale.parallel.flat import Bucket, FlatSpace
 from unirl_scale.parallel.packing import Packed
 from unirl_scale.parallel.spec import ParamSpec, Rows, initial_leaf, parameter_specs
 
@@ -94,17 +99,18 @@ class Chunk:
         self.leafed = FlatSpace([(n, s) for n, s in specs if s.leafed], context.local_leaves)
         self.replicated = FlatSpace([(n, s) for n, s in specs if not s.leafed], context.local_leaves)
         self.specs = {s.name: s for _, s in specs}
-        self.flat = torch.zeros(self.leafed.numel, dtype=context.dtype, device=context.device)
+        self._flat = torch.zeros(self.leafed.numel, dtype=context.dtype, device=context.device)
         self.flat_replicated = torch.zeros(self.replicated.numel, device=context.device)
-        self.weights: Tensors = {}
+        self._weights: Tensors = {}
+        self._arriving: deque[tuple[Bucket, Pending]] = deque()
         for name, spec in self.specs.items():
-            self.weights[name] = self._view(self.flat if spec.leafed else self.flat_replicated, spec)
+            self._weights[name] = self._view(self._flat if spec.leafed else self.flat_replicated, spec)
         self.tied_spec: ParamSpec | None = None
         if model.tie_embeddings and head == "lm" and layers.last:
             self.tied_spec = parameter_specs(model, context.leaves, head)[0]
             if not layers.first:
                 shape = (len(context.local_leaves), *self.tied_spec.shape)
-                self.weights[TIED] = torch.zeros(shape, dtype=context.dtype, device=context.device)
+                self._weights[TIED] = torch.zeros(shape, dtype=context.dtype, device=context.device)
         self._build()
 
     def _view(self, flat: Tensor, spec: ParamSpec) -> Tensor:
@@ -115,7 +121,7 @@ class Chunk:
         return flat[start : start + spec.numel].view(spec.shape)
 
     def _build(self) -> None:
-        model, ctx, w = self.model, self.ctx, self.weights
+        model, ctx, w = self.model, self.ctx, self._weights
         self.embedding = Embedding(model, ctx, w["embed"]) if self.layers.first else None
         self.blocks = [
             Block(model, ctx, block_names(w, i)) for i in range(self.layers.start, self.layers.stop)
@@ -139,18 +145,49 @@ class Chunk:
             out.append(flat.to(self.ctx.device))
         return out[0], out[1]
 
+    # ---- weights ----------------------------------------------------------------------------------
+    @property
+    def flat(self) -> Tensor:
+        """All leafed weights, in the compute dtype."""
+        self.settle()
+        return self._flat
+
+    @property
+    def weights(self) -> Tensors:
+        """Views of all weights by name."""
+        return self.settled()
+
+    def settled(self, layer: int | None = None) -> Tensors:
+        """Views of all weights by name, those of `layer` and of the layers below it in place."""
+        self.settle(layer)
+        return self._weights
+
+    def expect(self, bucket: Bucket, weights: Pending) -> None:
+        """A bucket's new weights, [owners, longest share], are on their way; buckets in ascending order."""
+        self._arriving.append((bucket, weights))
+
+    def settle(self, layer: int | None = None) -> None:
+        """Wait for the weights of `layer` and of those below it; None = for all."""
+        while self._arriving and (layer is None or self._arriving[0][0].layer <= layer):
+            bucket, weights = self._arriving.popleft()
+            for part, row in zip(bucket.owned, weights.wait(), strict=True):
+                self._flat[part.start : part.stop] = row[: len(part)]
+
     # ---- forward and backward ---------------------------------------------------------------------
     def forward(self, x: Tensor | None, packed: Packed) -> tuple[Any, ChunkSaved]:
         """Hidden rows in (None for the first chunk) -> hidden rows, or for the last chunk
         (logprobs, entropy) or values of the scored rows; and what backward needs."""
         if self.embedding is not None:
+            self.settle(-1)
             x = self.embedding.forward(packed)
         assert x is not None
         saved = ChunkSaved(self.rope.at(packed.positions), [])
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks, self.layers.start):
+            self.settle(layer)
             y, kept = block.forward(x, packed, saved.rope)
             saved.blocks.append(x if self.recompute else kept)
             x = y
+        self.settle()
         if isinstance(self.head, LmHead):
             logprobs, entropy, saved.head = self.head.forward(x, packed, self.inv_temperature)
             return (logprobs, entropy), saved
@@ -159,23 +196,34 @@ class Chunk:
             return values, saved
         return x, saved
 
-    def backward(self, dy: Any, saved: ChunkSaved, packed: Packed, grads: Tensors) -> Tensor | None:
-        """Gradient of `forward`'s first result -> gradient of its input (None for the first chunk)."""
+    def backward(
+        self, dy: Any, saved: ChunkSaved, packed: Packed, grads: Tensors, left: Callable[[int], None]
+    ) -> Tensor | None:
+        """Gradient of `forward`'s first result -> gradient of its input (None for the first chunk).
+
+        Args:
+            left: told each layer that has added its weight gradients: num_layers for the head, then the
+                layers downwards, -1 for the embedding.
+        """
         if isinstance(self.head, LmHead):
             dx = self.head.backward(dy[0], dy[1], saved.head, packed, self.inv_temperature, grads)
+            left(self.model.num_layers)
         elif isinstance(self.head, ValueHead):
             dx = self.head.backward(dy, saved.head, packed, grads)
+            left(self.model.num_layers)
         else:
             dx = dy
         for i in reversed(range(len(self.blocks))):
             kept = saved.blocks[i]
             if isinstance(kept, Tensor):
                 _, kept = self.blocks[i].forward(kept, packed, saved.rope)
-            names = block_names(grads, self.layers.start + i)
-            dx = self.blocks[i].backward(dx, kept, packed, saved.rope, names)
+            layer = self.layers.start + i
+            dx = self.blocks[i].backward(dx, kept, packed, saved.rope, block_names(grads, layer))
             saved.blocks[i] = dx  # frees the block's activations
+            left(layer)
         if self.embedding is not None:
             self.embedding.backward(dx, packed, grads)
+            left(-1)
             return None
         return dx
 

@@ -22,6 +22,9 @@ class ParallelContext:
         slots: D, data slots in all.
         pp_up, pp_down: the pipeline group twice, one communicator a direction: two ranks that send to each
             other on one NCCL communicator would wait for each other.
+        overlap: start a bucket's reduction inside the backward and leave gathered weights on the wire until
+            a forward needs them; without it both happen at once, with the same bits.
+        bucket_elements: fewest parameters of a bucket (`parallel/flat.py`).
         round_leaf: round every model leaf to bf16 before the tree (`invariance.leaf_dtype: bf16`).
     """
 
@@ -39,6 +42,8 @@ class ParallelContext:
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    overlap: bool
+    bucket_elements: int
     round_leaf: bool = False
 
     @property

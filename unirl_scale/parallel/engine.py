@@ -1,8 +1,9 @@
 """NativeEngine: one trainable (or frozen) model of a role on its mesh. The layout-invariant engine.
 
-accumulate(samples, token_loss)  forward and backward of one minibatch, pipeline schedule inside
-reduce()                         ordered reduction over data slots; the gradient's sum of squares
-step(adam, clip, sumsq)          clip, AdamW, weights published
+accumulate(samples, token_loss)  forward and backward of one minibatch, pipeline schedule inside; starts the
+                                 ordered reduction over data slots, bucket by bucket
+reduce()                         the end of that reduction; the gradient's sum of squares
+step(adam, clip, sumsq)          clip, AdamW; starts to publish the weights
 score(samples)                   forward only
 """
 
@@ -27,6 +28,7 @@ from unirl_scale.parallel.gradients import Gradients
 from unirl_scale.parallel.optimizer import AdamStep, ChunkOptimizer, Reduced
 from unirl_scale.parallel.packing import Packed, pack
 from unirl_scale.parallel.pipeline import run_schedule
+from unirl_scale.parallel.reduction import Reduction
 from unirl_scale.parallel.samples import Sample, SlotPlan, plan_slots
 from unirl_scale.parallel.schedule import forward_only, one_f_one_b
 from unirl_scale.parallel.scored import pad_scored, split_scored, unpad_scored
@@ -98,10 +100,10 @@ class NativeEngine:
             for layers in self.ranges[context.at.pp :: mesh.pp]
         ]
         self.optimizers = [ChunkOptimizer(c) for c in self.chunks] if trainable else []
-        self.norms = [SegmentNorms(o.chunk, o.ranges) for o in self.optimizers]
+        self.norms = [SegmentNorms(o.chunk, o.shares) for o in self.optimizers]
         self.segments = SegmentIndex(self.chunks, self.ranges)
         self.adam_steps = 0
-        self._gradients: list[Gradients] | None = None
+        self._reduction: Reduction | None = None
         self._reduced: list[Reduced] = []
         self._sums: dict[Label, float] = {}
 
@@ -126,9 +128,12 @@ class NativeEngine:
         self.publish()
 
     def publish(self) -> None:
-        """Master weights -> compute weights on every rank, and the tied head's copy to the last stage."""
+        """Master weights -> compute weights on every rank, and the tied head's copy to the last stage. With
+        overlap the weights may still be on their way afterwards; chunks wait where they read them."""
         for optimizer in self.optimizers:
             optimizer.publish()
+            if not self.ctx.overlap:
+                optimizer.chunk.settle()
         self._send_tied_weights()
 
     def _send_tied_weights(self) -> None:
@@ -136,7 +141,7 @@ class NativeEngine:
             return
         first, last = self.chunks[0], self.chunks[-1]
         if self.ctx.at.pp == 0:
-            self.ctx.pp_up.isend(first.weights["embed"].contiguous(), self.mesh.pp - 1).wait()
+            self.ctx.pp_up.isend(first.settled(-1)["embed"].contiguous(), self.mesh.pp - 1).wait()
         elif self.is_last_stage:
             buffer = torch.empty_like(last.weights[TIED])
             last.weights[TIED].copy_(self.ctx.pp_up.irecv(buffer, 0).wait())
@@ -189,16 +194,33 @@ class NativeEngine:
         """
         plan, results = self.plan(samples), MicroResults()
         micros = [self._pack(samples, numbers) for numbers in plan.micros]
-        self._gradients = [Gradients(c, plan.slots, self.ctx.slots) for c in self.chunks]
+        gradients = self.open_gradients(plan)
+        self._reduction = None  # of a step that was given up
+        reduction = Reduction(self.optimizers, gradients)
+        completing = self.completing_micro(plan) if self.ctx.overlap else None
 
         def objective(micro: int, out: Any) -> Any:
             scores = out if isinstance(out, tuple) else (out,)
             grads = self._loss_gradients(plan.micros[micro], micros[micro], scores, token_loss, results)
             return grads if isinstance(out, tuple) else grads[0]
 
+        def left(part: int, micro: int, layer: int) -> None:
+            if micro == completing:
+                reduction.leave(part, layer)
+
         schedule = one_f_one_b(self.mesh.pp, self.mesh.vpp, len(micros))
-        run_schedule(schedule, self.chunks, micros, objective, self._gradients, plan.slot_ends)
+        run_schedule(schedule, self.chunks, micros, objective, gradients, plan.slot_ends, left)
+        reduction.start_rest()
+        self._reduction = reduction
         return results
+
+    def open_gradients(self, plan: SlotPlan) -> list[Gradients]:
+        """Empty accumulators, one a chunk."""
+        return [Gradients(c, plan.slots, self.ctx.slots) for c in self.chunks]
+
+    def completing_micro(self, plan: SlotPlan) -> int | None:
+        """The micro-batch in whose backward buckets may start."""
+        return plan.completing_micro
 
     def _loss_gradients(
         self,
@@ -223,15 +245,10 @@ class NativeEngine:
     # ---- optimizer step ---------------------------------------------------------------------------
     def reduce(self) -> float:
         """Ordered reduction over data slots; returns the global sum of squares of the gradient."""
-        assert self._gradients is not None, "accumulate() comes before step()"
+        assert self._reduction is not None, "accumulate() comes before reduce()"
         tied_ranges = self._tied_ranges()
-        self._reduced, tied = [], None
-        for optimizer, gradients in zip(self.optimizers, self._gradients):
-            mine = tied_ranges if gradients.tied else None
-            reduced, part = optimizer.reduce(gradients, mine)
-            self._reduced.append(reduced)
-            tied = part if part is not None else tied
-        self._gradients = None
+        self._reduced, tied = self._reduction.finish(tied_ranges)
+        self._reduction = None
         self._add_tied(tied, tied_ranges)
         parts = [n.sums(r.shard, r.replicated) for n, r in zip(self.norms, self._reduced)]
         labels, sums = self.segments.collect(torch.cat(parts))
@@ -244,8 +261,9 @@ class NativeEngine:
             return None
         specs = chunk_specs(self.model, self.ctx.leaves, self.head, self.ranges[0])
         space = FlatSpace([(n, s) for n, s in specs if s.leafed], self.ctx.local_leaves)
+        first = space.buckets(self.ctx.dp.size, self.ctx.bucket_elements)[0]
         size = len(self.ctx.local_leaves) * specs[0][1].numel
-        return [range(min(r.start, size), min(r.stop, size)) for r in space.owned(self.ctx.dp.size)]
+        return [range(min(r.start, size), min(r.stop, size)) for r in first.owned]
 
     def _add_tied(self, tied: Tensor | None, ranges: list[range] | None) -> None:
         """Add the head's share of the tied embedding's gradient to the embedding's: one addition of two."""
@@ -303,7 +321,7 @@ class NativeEngine:
 
     def _digests(self, tensors: Sequence[tuple[Tensor, Tensor]]) -> dict[str, str]:
         rows = [
-            segment_digests(o.chunk, o.ranges, shard, replicated)
+            segment_digests(o.chunk, o.shares, shard, replicated)
             for o, (shard, replicated) in zip(self.optimizers, tensors)
         ]
         labels, digests = self.segments.collect(torch.cat(rows))

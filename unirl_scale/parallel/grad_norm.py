@@ -15,31 +15,30 @@ from torch import Tensor
 from unirl_scale.comm.tree import combine, maximal_nodes
 from unirl_scale.kernels.reference import tree_sum
 from unirl_scale.parallel.chunk import Chunk
-from unirl_scale.parallel.flat import BLOCK, Piece, padded_blocks
+from unirl_scale.parallel.flat import BLOCK, Piece, Share, padded_blocks
 
 
 class SegmentNorms:
     """Built once a chunk; `sums` is called every step.
 
     Args:
-        ranges: flat element range of each data-parallel owner.
+        shares: what each data-parallel owner holds.
     """
 
-    def __init__(self, chunk: Chunk, ranges: Sequence[range]) -> None:
+    def __init__(self, chunk: Chunk, shares: Sequence[Share]) -> None:
         self.chunk = chunk
         space, device = chunk.leafed, chunk.ctx.device
-        self.owners = [list(space.pieces(r)) for r in ranges]
-        self.owned = ranges[chunk.ctx.dp.index]
-        self.mine = _NodePlan.of(self.owners[chunk.ctx.dp.index], self.owned.start, device)
+        self.owners = [list(space.pieces(*share.ranges)) for share in shares]
+        self.mine = _NodePlan.of(self.owners[chunk.ctx.dp.index], device)
         whole = list(chunk.replicated.pieces(range(chunk.replicated.numel)))
-        self.replicated = _NodePlan.of(whole, 0, device)
+        self.replicated = _NodePlan.of(whole, device)
         self.sizes = [sum(len(piece_nodes(p)) for p in pieces) for pieces in self.owners]
 
     def sums(self, shard: Tensor, replicated: Tensor) -> Tensor:
         """fp64 [segments, 1] on the host, leafed segments first. Collective over the dp group.
 
         Args:
-            shard: fp32, this owner's range. replicated: fp32, the whole replicated space.
+            shard: fp32, this owner's. replicated: fp32, the whole replicated space.
         """
         ops, dp = self.chunk.ctx.ops, self.chunk.ctx.dp
         values = self.mine.run(ops.block_sumsq(self.mine.blocks(shard)))
@@ -68,14 +67,13 @@ def piece_nodes(piece: Piece) -> tuple[tuple[int, int], ...]:
 class _NodePlan:
     """How the blocks of some pieces add up to their nodes: nodes of one length are summed together."""
 
-    pieces: tuple[Piece, ...]
-    origin: int
+    pieces: tuple[Piece, ...]  # end to end in the shard
     aligned: bool
     groups: tuple[tuple[Tensor, Tensor], ...]  # (node numbers [m], block numbers [length, m])
     nodes: int
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], origin: int, device: torch.device) -> _NodePlan:
+    def of(cls, pieces: Sequence[Piece], device: torch.device) -> _NodePlan:
         by_length: dict[int, list[tuple[int, int]]] = {}
         number = base = 0
         for piece in pieces:
@@ -87,15 +85,14 @@ class _NodePlan:
         for length, members in sorted(by_length.items()):
             numbers, starts = (torch.tensor(column, device=device) for column in zip(*members))
             groups.append((numbers, starts + torch.arange(length, device=device).unsqueeze(1)))
-        aligned = all((p.end - p.start) % BLOCK == 0 for p in pieces)
-        return cls(tuple(pieces), origin, aligned, tuple(groups), number)
+        aligned = all(p.numel % BLOCK == 0 for p in pieces)
+        return cls(tuple(pieces), aligned, tuple(groups), number)
 
     def blocks(self, flat: Tensor) -> Tensor:
         """[blocks, BLOCK] of the pieces, in order; a view unless a segment ends inside a block."""
         if self.aligned:
             return flat.view(-1, BLOCK)
-        parts = [padded_blocks(flat[p.start - self.origin : p.end - self.origin]) for p in self.pieces]
-        return torch.cat(parts)
+        return torch.cat([padded_blocks(part) for part in flat.split([p.numel for p in self.pieces])])
 
     def run(self, sums: Tensor) -> Tensor:
         """fp64 [blocks] -> fp64 [nodes]."""

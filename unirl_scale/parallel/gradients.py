@@ -3,7 +3,7 @@
 One flat buffer a slot holds four regions:
 leafed parameters | tied head (the head's share of tied embeddings) | partial ([L, ...] of replicated ones) |
 whole. Samples add serially inside a slot; a finished slot is pushed into the streaming tree, so at most O(log
-D) buffers live.
+D) buffers live. The last slot stays apart: the tree is finished over it part by part, as parts are complete.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Gradients:
         self.whole_start = self.partial_start + sum(s.numel for s in self.partial) * leaves
         self.numel = self.whole_start + sum(s.numel for s in self.whole)
         self.tree = StreamingTree(slots.start, slots.stop, total)
+        self._unclosed = len(slots)
         self._flat: Tensor | None = None
         self._views: Tensors = {}
 
@@ -47,17 +48,20 @@ class Gradients:
         return self._views
 
     def close_slot(self) -> None:
-        """The open slot has all its samples (perhaps none): push it into the tree."""
+        """The open slot has all its samples (perhaps none): push it into the tree, unless it is the last."""
         self.views()
         assert self._flat is not None
-        self.tree.push(self._flat)
-        self._flat, self._views = None, {}
+        self._unclosed -= 1
+        if self._unclosed:
+            self.tree.push(self._flat)
+            self._flat, self._views = None, {}
 
-    def nodes(self) -> Tensor:
-        """fp32 [n_nodes, numel]: the maximal nodes over this rank's slots."""
-        nodes = self.tree.nodes()
-        if not nodes:
-            return torch.empty(0, self.numel, device=self.chunk.ctx.device)
+    def nodes(self, start: int, stop: int) -> Tensor:
+        """fp32 [n_nodes, stop - start]: the maximal nodes over this rank's slots of flat elements that are
+        complete; each element once. Consumes them."""
+        if self._flat is None:  # no slots here
+            return torch.empty(0, stop - start, device=self.chunk.ctx.device)
+        nodes = self.tree.finish(self._flat, slice(start, stop))
         return nodes[0].unsqueeze(0) if len(nodes) == 1 else torch.stack(nodes)
 
     def _cut(self, flat: Tensor) -> Tensors:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,18 @@ from unirl_scale.parallel.schedule import Message, Step, incoming, needed, sent
 
 # Scores of a micro-batch on the last chunk -> the gradient of the loss with respect to them.
 Objective = Callable[[int, Any], Any]
+# (number of this rank's chunk, micro-batch, layer) whose weight gradients have just been added.
+Left = Callable[[int, int, int], None]
+
+POSTED = 2  # receives that wait for messages of one source while this rank computes
 
 
 class Mailbox:
     """Messages from the other pipeline ranks, received in the order their senders send them.
 
     NCCL matches sends and receives on a communicator by order alone, so a message that is wanted later but
-    was sent earlier is received first and kept.
+    was sent earlier is received first and kept. The next receives are posted before they are wanted, so that
+    they, and their senders' sends, complete behind the computation.
     """
 
     def __init__(
@@ -32,21 +39,32 @@ class Mailbox:
         self.rank, self.pp, self.micros = rank, len(schedule), micros
         self.total = self.pp * len(chunks)
         self.hidden = chunks[0].model.hidden_size
-        self.queues = {s: incoming(schedule, s, rank, self.total) for s in range(self.pp) if s != rank}
+        self.queues = {s: deque(incoming(schedule, s, rank, self.total)) for s in range(self.pp) if s != rank}
+        self.posted: dict[int, deque[tuple[Message, Pending]]] = {s: deque() for s in self.queues}
         self.kept: dict[Message, Tensor] = {}
         self.sending: list[Pending] = []
+        for source in self.queues:
+            self._post(source)
 
     def _channel(self, source: int, target: int) -> Group:
         return self.ctx.pp_up if source < target else self.ctx.pp_down
 
-    def receive(self, message: Message) -> Tensor:
-        source = (message.chunk + (1 if message.kind == "backward" else -1)) % self.pp
-        while message not in self.kept:
-            following = self.queues[source].pop(0)
+    def _post(self, source: int) -> None:
+        """Start the next receives from a rank."""
+        queue, posted = self.queues[source], self.posted[source]
+        while queue and len(posted) < POSTED:
+            following = queue.popleft()
             packed = self.micros[following.micro]
             rows = sum(packed.own_lengths) if self.ctx.sequence_parallel else packed.spans.total
             buffer = torch.empty(rows, self.hidden, dtype=self.ctx.dtype, device=self.ctx.device)
-            self.kept[following] = self._channel(source, self.rank).irecv(buffer, source).wait()
+            posted.append((following, self._channel(source, self.rank).irecv(buffer, source)))
+
+    def receive(self, message: Message) -> Tensor:
+        source = (message.chunk + (1 if message.kind == "backward" else -1)) % self.pp
+        while message not in self.kept:
+            arrived, pending = self.posted[source].popleft()
+            self.kept[arrived] = pending.wait()
+            self._post(source)
         return self.kept.pop(message)
 
     def send(self, message: Message, x: Tensor) -> None:
@@ -66,6 +84,7 @@ def run_schedule(
     objective: Objective,
     gradients: Sequence[Gradients] | None = None,
     slot_ends: Sequence[int] = (),
+    left: Left = lambda part, micro, layer: None,
 ) -> None:
     """Run this rank's steps.
 
@@ -75,6 +94,7 @@ def run_schedule(
         gradients: one a chunk; None when only scoring.
         slot_ends: for each local data slot, how many micro-batches precede its end; a slot closes on
             each chunk as soon as that many backwards ran there (at once for empty slots).
+        left: told of every layer that a backward leaves.
     """
     rank, progress = chunks[0].ctx.at.pp, chunks[0].ctx.tp.progress
     pp = len(schedule)
@@ -99,7 +119,8 @@ def run_schedule(
         else:
             assert gradients is not None
             dy = starts.pop(step.micro) if step.chunk == total - 1 else given
-            out = chunk.backward(dy, saved.pop((step.chunk, step.micro)), packed, gradients[part].views())
+            kept, grads = saved.pop((step.chunk, step.micro)), gradients[part].views()
+            out = chunk.backward(dy, kept, packed, grads, partial(left, part, step.micro))
             closers[part].after(step.micro + 1)
         if message is not None:
             mailbox.send(message, out)

@@ -32,6 +32,13 @@ class SlotPlan:
     slot_ends: tuple[int, ...]
 
     @property
+    def completing_micro(self) -> int | None:
+        """The micro-batch whose backward completes every gradient of the rank; None when its last slot has
+        none, so that no backward does."""
+        before_last = (0, *self.slot_ends)[-2] if self.slot_ends else 0
+        return len(self.micros) - 1 if before_last < len(self.micros) else None
+
+    @property
     def samples(self) -> list[int]:
         return [i for micro in self.micros for i in micro]
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from unirl_scale.comm.tree import split_contiguous
 from unirl_scale.parallel.chunk import Chunk, ChunkRange, chunk_specs
-from unirl_scale.parallel.flat import BLOCK, FlatSpace
+from unirl_scale.parallel.flat import BLOCK, FlatSpace, Share
 from unirl_scale.parallel.spec import ParamSpec
 
 Label = tuple[int, int]  # canonical parameter number, leaf
+
+_HASH = 32  # bytes of a SHA-256
 
 
 class SegmentIndex:
@@ -67,24 +69,30 @@ def _labels(specs: Sequence[Sequence[tuple[int, ParamSpec]]], held: range) -> li
 
 
 # ---- digests ----------------------------------------------------------------------------------------
-def segment_digests(chunk: Chunk, ranges: Sequence[range], shard: Tensor, replicated: Tensor) -> Tensor:
+def segment_digests(chunk: Chunk, shares: Sequence[Share], shard: Tensor, replicated: Tensor) -> Tensor:
     """uint8 [segments of the chunk, 32]: SHA-256 over the SHA-256 of each block, so that owners hash in
     place."""
     ctx, space = chunk.ctx, chunk.leafed
-    owned = ranges[ctx.dp.index]
-    mine = [_hash_blocks(shard[p.start - owned.start : p.end - owned.start]) for p in space.pieces(owned)]
-    sizes = [sum(p.stop - p.first for p in space.pieces(r)) * 32 for r in ranges]
+    owners = [list(space.pieces(*share.ranges)) for share in shares]
+    mine = map(_hash_blocks, shard.split([p.numel for p in owners[ctx.dp.index]]))
+    sizes = [sum(p.stop - p.first for p in pieces) * _HASH for pieces in owners]
     local = _bytes_tensor(b"".join(mine)).to(ctx.device)
     gathered = ctx.dp.all_gather_uneven(local, sizes).cpu().numpy().tobytes()
-    out, position = [], 0
-    for segment in space.segments:
-        size = segment.blocks * 32
-        out.append(hashlib.sha256(gathered[position : position + size]).digest())
+    hashes: dict[tuple[int, int], bytes] = {}  # (first block of the segment, first block of the piece)
+    position = 0
+    for piece in (p for pieces in owners for p in pieces):
+        size = (piece.stop - piece.first) * _HASH
+        hashes[piece.segment.first_block, piece.first] = gathered[position : position + size]
         position += size
+    ordered = b"".join(hashes[place] for place in sorted(hashes))
+    out = []
+    for segment in space.segments:
+        start = segment.first_block * _HASH
+        out.append(hashlib.sha256(ordered[start : start + segment.blocks * _HASH]).digest())
     whole = chunk.replicated
     for piece in whole.pieces(range(whole.numel)):
         out.append(hashlib.sha256(_hash_blocks(replicated[piece.start : piece.end])).digest())
-    return _bytes_tensor(b"".join(out)).to(ctx.device).view(-1, 32)
+    return _bytes_tensor(b"".join(out)).to(ctx.device).view(-1, _HASH)
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

@@ -1,8 +1,8 @@
 """What the engine puts on the wire in one optimizer step, counted without running it.
 
-Mirrors, collective by collective, what block.py, ends.py, pipeline.py, optimizer.py and engine.py do; a
-group's own counter (`comm/wire.Traffic`) must read the same number after the step. Mode `off`, whose
-reductions are the vendor's, is not covered.
+Mirrors, collective by collective, what block.py, ends.py, pipeline.py, reduction.py, optimizer.py and
+engine.py do; a group's own counter (`comm/wire.Traffic`) must read the same number after the step. Mode
+`off`, whose reductions are the vendor's, is not covered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unirl_scale.core.config import InvarianceConfig, MeshConfig, ModelConfig
 from unirl_scale.core.mesh import Coordinates, Mesh
 from unirl_scale.parallel.build import Reductions
 from unirl_scale.parallel.chunk import ChunkRange, Head, chunk_ranges, chunk_specs
-from unirl_scale.parallel.flat import FlatSpace
+from unirl_scale.parallel.flat import Bucket, FlatSpace, shares
 from unirl_scale.parallel.grad_norm import piece_nodes
 from unirl_scale.parallel.samples import Sample, plan_slots
 from unirl_scale.parallel.spec import ParamSpec
@@ -181,11 +181,12 @@ class _Count:
         for chunk in self.chunks:
             specs = self._specs(self.ranges[chunk])
             leafed, replicated = self._spaces(specs)
-            self._gradients(chunk, [spec for _, spec in specs], leafed)
-            owned = leafed.owned(self.dp.size)
-            nodes = [sum(len(piece_nodes(p)) for p in leafed.pieces(r)) for r in owned]
-            self.dp.gather_uneven(nodes, _FP64)
-            self.dp.gather_uneven([len(r) for r in owned], self.work.itemsize)  # weights
+            buckets = self._buckets(leafed)
+            self._gradients(chunk, [spec for _, spec in specs], buckets)
+            pieces = [leafed.pieces(*share.ranges) for share in shares(buckets)]
+            self.dp.gather_uneven([sum(len(piece_nodes(p)) for p in owned) for owned in pieces], _FP64)
+            for bucket in buckets:
+                self.dp.gather_uneven(bucket.sizes, self.work.itemsize)  # weights
             segments += len(leafed.segments) + len(replicated.segments)
         self.tp.gather(segments * _FP64)
         self.up.gather_uneven([self._segments(stage) for stage in range(self.work.mesh.pp)], _FP64)
@@ -198,8 +199,12 @@ class _Count:
         leafed = FlatSpace([(n, s) for n, s in specs if s.leafed], self.held)
         return leafed, FlatSpace([(n, s) for n, s in specs if not s.leafed], self.held)
 
-    def _gradients(self, chunk: int, specs: Sequence[ParamSpec], leafed: FlatSpace) -> None:
-        self.dp.reduce_scatter([len(r) for r in leafed.owned(self.dp.size)])
+    def _buckets(self, leafed: FlatSpace) -> tuple[Bucket, ...]:
+        return leafed.buckets(self.dp.size, self.work.mesh.bucket_elements)
+
+    def _gradients(self, chunk: int, specs: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            self.dp.reduce_scatter(bucket.sizes)
         if self._tied and self.ranges[chunk].last:
             owners = self._tied_owners()
             self.dp.reduce_scatter(owners)
@@ -233,7 +238,8 @@ class _Count:
         """Elements of the embedding that each dp rank of the first stage owns."""
         leafed, _ = self._spaces(self._specs(self.ranges[0]))
         size = self._embedding_elements()
-        return [max(0, min(r.stop, size) - min(r.start, size)) for r in leafed.owned(self.dp.size)]
+        owned = self._buckets(leafed)[0].owned
+        return [max(0, min(r.stop, size) - min(r.start, size)) for r in owned]
 
     def _tied_weights(self) -> None:
         if self._tied_apart and self.at.pp == 0:

@@ -11,7 +11,7 @@ are written by the first tensor- and data-parallel rank of their stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from unirl_scale.core.config import MeshConfig, ModelConfig
 from unirl_scale.core.mesh import Coordinates
 from unirl_scale.parallel.chunk import Head, chunk_ranges, chunk_specs
 from unirl_scale.parallel.engine import NativeEngine
-from unirl_scale.parallel.flat import FlatSpace
+from unirl_scale.parallel.flat import FlatSpace, Share, shares
 from unirl_scale.parallel.spec import parameter_specs
 
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "weight"]
@@ -79,12 +79,12 @@ class ChunkSpans:
     """What one rank holds of one model chunk.
 
     Attributes:
-        owned: its range of the chunk's flat leafed space, and `leafed` the same as spans.
+        owned: its ranges of the chunk's flat leafed space, and `leafed` the same as spans.
         replicated: the chunk's replicated parameters, whole.
         writes_replicated: whether this rank is the one that writes those.
     """
 
-    owned: range
+    owned: Share
     leafed: tuple[Span, ...]
     replicated: tuple[Span, ...]
     writes_replicated: bool
@@ -100,12 +100,12 @@ def chunk_spans(
     for layers in ranges[at.pp :: mesh.pp]:
         specs = chunk_specs(model, leaves, head, layers)
         space = FlatSpace([(n, s) for n, s in specs if s.leafed], held)
-        owned = space.owned(mesh.dp)[at.dp]
+        owned = shares(space.buckets(mesh.dp, mesh.bucket_elements))[at.dp]
         whole = FlatSpace([(n, s) for n, s in specs if not s.leafed], held)
         out.append(
             ChunkSpans(
                 owned=owned,
-                leafed=_spans(space, owned),
+                leafed=_spans(space, *owned.ranges),
                 replicated=_spans(whole, range(whole.numel)),
                 writes_replicated=at.tp == 0 and at.dp == 0,
             )
@@ -113,7 +113,7 @@ def chunk_spans(
     return out
 
 
-def _spans(space: FlatSpace, owned: range) -> tuple[Span, ...]:
+def _spans(space: FlatSpace, *owned: range) -> tuple[Span, ...]:
     return tuple(
         Span(
             name=piece.segment.name,
@@ -121,7 +121,7 @@ def _spans(space: FlatSpace, owned: range) -> tuple[Span, ...]:
             start=piece.start - piece.segment.offset,
             stop=piece.end - piece.segment.offset,
         )
-        for piece in space.pieces(owned)
+        for piece in space.pieces(*owned)
     )
 
 
@@ -137,22 +137,25 @@ def whole_spans(model: ModelConfig, head: Head, leaves: int) -> dict[tuple[str, 
 def engine_slabs(role: str, engine: NativeEngine) -> Iterator[Slab]:
     """The slabs of a role on this rank: views, so reading into them sets the state.
 
-    A frozen engine has its whole compute weights on every data-parallel rank; its slab is this rank's share
-    of them, and `gather_frozen` makes them whole again after a load.
+    A frozen engine has its whole compute weights on every data-parallel rank; its slabs are this rank's share
+    of them, one a bucket, and `gather_frozen` makes them whole again after a load.
     """
     spans = chunk_spans(engine.model, engine.head, engine.mesh, engine.ctx.leaves, engine.ctx.at)
     for number, (chunk, held) in enumerate(zip(engine.chunks, spans, strict=True)):
-        tensors: Mapping[Kind, tuple[Tensor, Tensor]]
         if engine.optimizers:
             optimizer = engine.optimizers[number]
             shard, whole = optimizer.shard.tensors(), optimizer.replicated.tensors()
-            tensors = {kind: (shard[kind], whole[kind]) for kind in TRAINED_KINDS}
+            leafed: list[tuple[Kind, Tensor, tuple[Span, ...]]]
+            leafed = [(kind, shard[kind], held.leafed) for kind in TRAINED_KINDS]
+            replicated: dict[Kind, Tensor] = {kind: whole[kind] for kind in TRAINED_KINDS}
         else:
-            mine = chunk.flat[held.owned.start : held.owned.stop]
-            tensors = {"weight": (mine, chunk.flat_replicated)}
-        for kind, (leafed, replicated) in tensors.items():
-            yield _slab(role, kind, leafed, held.leafed, written=True)
-            yield _slab(role, kind, replicated, held.replicated, written=held.writes_replicated)
+            parts = [r for r in held.owned.ranges if r]
+            leafed = [("weight", chunk.flat[r.start : r.stop], _spans(chunk.leafed, r)) for r in parts]
+            replicated = {"weight": chunk.flat_replicated}
+        for kind, tensor, entries in leafed:
+            yield _slab(role, kind, tensor, entries, written=True)
+        for kind, tensor in replicated.items():
+            yield _slab(role, kind, tensor, held.replicated, written=held.writes_replicated)
 
 
 def _slab(role: str, kind: Kind, tensor: Tensor, spans: tuple[Span, ...], *, written: bool) -> Slab:
@@ -168,10 +171,11 @@ def _slab(role: str, kind: Kind, tensor: Tensor, spans: tuple[Span, ...], *, wri
 def gather_frozen(engine: NativeEngine) -> None:
     """Make the weights of a frozen engine whole from the shares of its data-parallel ranks; collective."""
     for chunk in engine.chunks:
-        ranges = chunk.leafed.owned(engine.ctx.dp.size)
-        mine = ranges[engine.ctx.dp.index]
-        share = chunk.flat[mine.start : mine.stop].clone()
-        chunk.flat.copy_(engine.ctx.dp.all_gather_uneven(share, [len(r) for r in ranges]))
+        dp, flat = engine.ctx.dp, chunk.flat
+        for bucket in chunk.leafed.buckets(dp.size, engine.ctx.bucket_elements):
+            mine = bucket.owned[dp.index]
+            share = flat[mine.start : mine.stop].clone()
+            flat[bucket.elements.start : bucket.elements.stop] = dp.all_gather_uneven(share, bucket.sizes)
 
 
 def item_bytes(dtype: torch.dtype) -> int:

@@ -67,7 +67,7 @@ def rank_bytes(cfg: RunConfig, rank: int, *, critic: bool, reference: bool) -> t
         if at is None:
             continue
         for chunk in chunk_spans(m.model, m.head, m.mesh, m.leaves, at):
-            elements = len(chunk.owned)
+            elements = chunk.owned.numel
             elements += sum(s.numel for s in chunk.replicated) * chunk.writes_replicated
             sizes[m.trained] += elements * _element_bytes(cfg, trained=m.trained)
     return sizes[True], sizes[False]
