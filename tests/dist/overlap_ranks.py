@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from unirl_scale.parallel.engine import NativeEngine
 from unirl_scale.parallel.optimizer import AdamStep
 
 Events = list[str]
+# On a busy machine gloo now and then misses that a peer has closed its end, and then waits this long.
+GLOO_MISSES_S = timedelta(seconds=20)
 ADAM = AdamStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, count=1)
 
 
@@ -136,9 +139,9 @@ def fail_between_buckets(place: Place, case: Case, survivors: Case) -> tuple[str
     """The last rank fails inside its last backward, when some buckets are on the wire; the others train on
     without it. Returns (how the first world ended here, digests of the second)."""
     error, breaker, events = "", Breaker(), []
-    store = _store(place, "first", place.world_size)
+    first = {"store": _store(place, "first", place.world_size), "breaker": breaker, "timeout": GLOO_MISSES_S}
     try:
-        with connect(place.rank, place.world_size, store=store, breaker=breaker) as groups:
+        with connect(place.rank, place.world_size, **first) as groups:  # type: ignore[arg-type]
             role = build_role(groups, case)
             assert role.engine is not None
             role = replace(role, engine=watched(role.engine, events))

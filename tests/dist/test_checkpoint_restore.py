@@ -25,11 +25,15 @@ STEPS = 6
 ONE = {"actor": MeshConfig(), "critic": MeshConfig(), "reference": MeshConfig()}
 FOUR = {
     "actor": MeshConfig(tp=2, pp=2),
-    "critic": MeshConfig(tp=1, dp=4),
-    "reference": MeshConfig(pp=2, dp=2),
+    "critic": MeshConfig(tp=1, dp=4, bucket_elements=1),
+    "reference": MeshConfig(pp=2, dp=2, bucket_elements=1),
 }
 THREE = {"actor": MeshConfig(dp=3), "critic": MeshConfig(tp=3), "reference": MeshConfig(tp=3)}
-TWO = {"actor": MeshConfig(pp=2), "critic": MeshConfig(tp=2), "reference": MeshConfig(dp=2)}
+TWO = {
+    "actor": MeshConfig(pp=2),
+    "critic": MeshConfig(tp=2),
+    "reference": MeshConfig(dp=2, bucket_elements=1),
+}
 SIX = {
     "actor": MeshConfig(tp=3, dp=2),
     "critic": MeshConfig(tp=2, dp=3),

@@ -101,7 +101,7 @@ def test_micro_batch_and_recompute_change_no_bit(run, reference, micro_batch_siz
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    ("dp", "slots"), [(2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (2, 5), (3, 5), (4, 7)]
+    ("dp", "slots"), [(2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (2, 5), (3, 5), (4, 7), (3, 2)]
 )
 def test_data_parallel_even_where_slots_do_not_divide(run, reference, dp, slots, overlap) -> None:
     assert_equal(run, reference, replace(DATA, slots=slots, mesh=mesh(dp=dp, overlap=overlap)))

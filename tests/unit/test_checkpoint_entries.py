@@ -18,11 +18,12 @@ from unirl_scale.train.checkpoint.manifest import Manifest, merged, require_whol
 LAYOUTS = [
     MeshConfig(),
     MeshConfig(dp=3),
+    MeshConfig(dp=3, bucket_elements=1),
     MeshConfig(dp=7),
     MeshConfig(tp=6),
     MeshConfig(tp=2, pp=2),
     MeshConfig(tp=3, dp=2, pp=5),
-    MeshConfig(pp=2, vpp=2, dp=2),
+    MeshConfig(pp=2, vpp=2, dp=2, bucket_elements=1000),
     MeshConfig(pp=3, pipeline_split=(1, 3, 1), tp=2, dp=2),
 ]
 
