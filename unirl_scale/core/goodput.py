@@ -12,10 +12,8 @@ from enum import Enum
 from unirl_scale.core.problems import Problem, raise_all
 from unirl_scale.core.ranges import Bound
 
-FIRST_ORDER_LIMIT = (
-    0.1  # lost share of an interruption above which terms of second order exceed half a percent
-)
-POOL_MISS = 0.01  # share of time in which a pool of spares may be empty
+FIRST_ORDER_ERROR = 0.005  # share of time; what first order leaves out may come to that
+POOL_MISS = 0.01  # share of time in which a pool of spares may be too small
 
 # Beyond any machine, and near enough for every sum and ratio below to stay finite.
 _RANKS = Bound(low=1, high=10**7)
@@ -167,12 +165,13 @@ def goodput(interval_s: float, stall_s: float, recovery_s: float, mtbi_s: float)
 def first_order(interval_s: float, stall_s: float, recovery_s: float, mtbi_s: float) -> float | None:
     """The effective training time ratio (1 - (u + t/2) / M) / (1 + w/t); None = out of its range.
 
-    It takes failures for rare: one interruption costs u + t/2 and is never hit by another. Above
-    FIRST_ORDER_LIMIT of M that is no longer so, and above M the ratio would be negative.
+    Failures are taken for rare: none strikes in a snapshot or a recovery. With x = (u + t/2) / M that leaves
+    out about x^2/2 + w/2M of the time; None above FIRST_ORDER_ERROR, long before the ratio is negative.
     Source: Kokolis et al., HPCA 2025. Arguments as for `goodput`.
     """
     lost = (recovery_s + interval_s / 2) / mtbi_s
-    return None if lost > FIRST_ORDER_LIMIT else (1 - lost) / (1 + stall_s / interval_s)
+    left_out = lost * lost / 2 + stall_s / (2 * mtbi_s)
+    return None if left_out > FIRST_ORDER_ERROR else (1 - lost) / (1 + stall_s / interval_s)
 
 
 def shrunk_capacity(machine: Machine) -> float:
@@ -184,7 +183,7 @@ def shrunk_capacity(machine: Machine) -> float:
 
 
 def spare_devices(ranks: int, machine: Machine) -> int:
-    """The smallest pool, in whole losses, that is empty for at most POOL_MISS of the time.
+    """The smallest pool, in whole losses, that is too small for at most POOL_MISS of the time.
 
     What is in repair is Poisson with mean N r T, whatever the distribution of T (Palm's theorem).
     """

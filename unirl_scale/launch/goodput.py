@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.core.goodput import FIRST_ORDER_LIMIT, Capacity, Estimate, Level, Machine, Phases, estimate
+from unirl_scale.core.goodput import FIRST_ORDER_ERROR, Capacity, Estimate, Level, Machine, Phases, estimate
 from unirl_scale.core.problems import Problem, show
 from unirl_scale.launch.console import Console, duration
 
@@ -53,10 +53,10 @@ def goodput_command(command: GoodputCommand, console: Console) -> int:
     console.line()
     head = ("ranks", "MTBI", "level", "Young", "Daly", "taken", "capacity", "spares", "goodput", "1st order")
     console.table([head, *(_row(row) for row in rows)])
-    console.line()
     if any(row.first_order is None for row in rows):
-        limit = f"{100 * FIRST_ORDER_LIMIT:g} %"
-        console.line(f"-: recovery and half an interval exceed {limit} of the MTBI, too much for first order")
+        console.line(
+            f"-: failures are not rare enough for first order to be within {100 * FIRST_ORDER_ERROR:g} %"
+        )
     if measured:
         console.line(f"measured on few ranks: {command.measured}; phases grow with ranks and bytes of state")
     return 0
