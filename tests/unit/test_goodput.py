@@ -67,6 +67,10 @@ def test_dalys_interval_is_the_best_and_youngs_is_not(stall_s: float) -> None:
     assert best - at(daly) < 1e-3 * best
 
 
+def test_youngs_interval_is_two_thirds_of_a_short_stall_too_long() -> None:
+    assert young_interval_s(1, M) - daly_interval_s(1, M) == pytest.approx(2 / 3, rel=1e-2)
+
+
 def test_a_stall_beyond_two_interruptions_makes_the_interval_one() -> None:
     assert daly_interval_s(2 * M, M) == M
     assert daly_interval_s(1.999 * M, M) == pytest.approx(M * 8 / 9, rel=1e-3)  # the series ends there

@@ -128,7 +128,7 @@ class Estimate:
 def young_interval_s(stall_s: float, mtbi_s: float) -> float:
     """Training between snapshots that loses least, to first order: sqrt(2 w M).
 
-    Source: Young, CACM 17(9), 1974. Short when the stall is no longer small beside the time between failures.
+    Source: Young, CACM 17(9), 1974. About 2w/3 too long, which matters once w is not small beside M.
     """
     return math.sqrt(2 * stall_s * mtbi_s)
 

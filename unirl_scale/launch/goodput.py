@@ -115,8 +115,7 @@ def _measured_phases(phases: Any, path: str) -> Phases:
     given = phases if isinstance(phases, dict) else {}
     seconds = {}
     for name, key in _KEYS.items():
-        value = given.get(key)
-        # bool is an int
+        value = given.get(key)  # true and false are ints too
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             got = show(value) if key in given else "nothing"
             hint = f"phases are {', '.join(_KEYS.values())}"
