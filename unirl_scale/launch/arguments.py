@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unirl-scale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_train, _launch, _plan, _probe, _compare, _verify, _checkpoint, _config):
+    for add in (_train, _launch, _plan, _probe, _compare, _verify, _checkpoint, _goodput, _config):
         add(commands)
     return parser
 
@@ -288,6 +288,38 @@ def _checkpoint(commands: _Commands) -> None:
     exporting.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
 
 
+def _goodput(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "goodput",
+        help="what failures cost at each level of recovery",
+        description="Interruptions, optimum snapshot intervals and expected goodput for several numbers of "
+        "ranks, by the formulas of Young and Daly. A level's phases are the seconds that it takes to detect, "
+        "agree, rebuild, restore, and the first step beyond a usual one.",
+        epilog=_STATUS,
+    )
+    add = parser.add_argument
+    ranks = (1024, 2048, 4096, 8192, 16384)
+    add("--ranks", nargs="+", type=_positive, default=ranks, metavar="N", help="(default 1024 ... 16384)")
+    what = "between failures of a device that interrupt the job (default 50680: 419 in 54 days on 16384)"
+    add("--mtbf", type=float, default=50680.0, metavar="HOURS", help=what)
+    add("--lost-devices", type=_positive, default=8, metavar="N", help="by one failure (default 8, a node)")
+    add("--repair", type=float, default=24.0, metavar="HOURS", help="until they are back (default 24)")
+    add("--step", type=float, default=30.0, metavar="SECONDS", help="of a training step (default 30)")
+    add("--snapshot-stall", type=float, default=0.05, metavar="SECONDS", help="in memory (default .05)")
+    add("--snapshot-interval", type=float, metavar="SECONDS", help="(default: Daly's optimum, whole steps)")
+    add("--checkpoint-stall", type=float, default=120.0, metavar="SECONDS", help="on disk (default 120)")
+    add("--checkpoint-interval", type=float, metavar="SECONDS", help="(default: Daly's optimum, whole steps)")
+    for level, default, what in (
+        ("shrink", "4,1,15,5,5", "survivors go on in their processes"),
+        ("spare", "4,6,15,5,5", "warm spares take the places"),
+        ("cold", "600,600,300,180,120", "the job starts again from disk"),
+    ):
+        note = f"phases when {what} (default {default})"
+        add(f"--{level}", type=_phases, default=default, metavar="D,A,B,R,F", help=note)
+    what = "take phases from a file of benchmarks/recovery.py --json"
+    add("--measured", default="", metavar="FILE", help=what)
+
+
 def _config(commands: _Commands) -> None:
     parser = commands.add_parser(
         "config",
@@ -318,6 +350,19 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number >= 0")
     return int(text)
+
+
+def _phases(text: str) -> tuple[float, ...]:
+    try:
+        seconds = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        seconds = ()
+    if len(seconds) != 5:
+        rule = (
+            "must be five numbers of seconds such as 4,1,15,5,5: detect, agree, rebuild, restore, first step"
+        )
+        raise argparse.ArgumentTypeError(f"got {text!r}, {rule}")
+    return seconds
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from unirl_scale.core.errors import ConfigError, PlanError, UniRLError
+from unirl_scale.core.goodput import Machine
 from unirl_scale.core.load import dump
 from unirl_scale.launch import environment
 from unirl_scale.launch.arguments import parse
 from unirl_scale.launch.console import Console
+from unirl_scale.launch.goodput import COLD, SHRINK, SPARE, GoodputCommand, goodput_command
 from unirl_scale.launch.launching import LaunchRequest, launch
 from unirl_scale.launch.mpirun import MpirunOptions
 from unirl_scale.launch.rank_process import BAD_INPUT, FAILED, INTERRUPTED
@@ -60,6 +62,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             return verify(_verify_request(args), console)
         case "checkpoint":
             return _checkpoint(args, console)
+        case "goodput":
+            return goodput_command(_goodput_command(args), console)
         case _:
             console.text(dump(read_legal(args.config, args.overrides)))
             return 0
@@ -76,6 +80,24 @@ def _checkpoint(args: argparse.Namespace, console: Console) -> int:
             return checkpoints.verify_saves(args.path, console)
         case _:
             return checkpoints.export_save(args.path, args.out, args.role, args.dtype, console)
+
+
+def _goodput_command(args: argparse.Namespace) -> GoodputCommand:
+    return GoodputCommand(
+        ranks=tuple(args.ranks),
+        machine=Machine(
+            device_mtbf_h=args.mtbf,
+            lost_devices=args.lost_devices,
+            repair_h=args.repair,
+            step_s=args.step,
+        ),
+        snapshot_stall_s=args.snapshot_stall,
+        snapshot_interval_s=args.snapshot_interval,
+        checkpoint_stall_s=args.checkpoint_stall,
+        checkpoint_interval_s=args.checkpoint_interval,
+        phases_s={SHRINK: args.shrink, SPARE: args.spare, COLD: args.cold},
+        measured=args.measured,
+    )
 
 
 def _run_plan(args: argparse.Namespace, console: Console) -> int:
