@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: quickstart test test-slow lint benchmarks clean
+.PHONY: quickstart test test-slow lint benchmarks clean system-packages
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test-slow: $(READY)
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/price.py
+
+# What test-slow runs besides Python: Open MPI, a SLURM on loopback, a linter for the batch scripts.
+system-packages:
+	apt-get install -y openmpi-bin slurm-wlm munge shellcheck
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -43,6 +43,7 @@ def streaming_rows(
     gate_up, act = random(tokens, 4, 2, ffn // 4), random(tokens, 4, ffn // 4)
     heads, half = random(tokens, 32, 64), torch.ones(tokens, 32, device="cuda")
     leaves = torch.randn(4, tokens, hidden, device="cuda")
+    root = leaves[0]
     spans = Spans.of([4096] * (tokens // 4096), "cuda")
     total = torch.zeros(hidden, device="cuda")
     logits = torch.randn(8192, 32000, device="cuda")
@@ -60,15 +61,19 @@ def streaming_rows(
         ("rmsnorm", 4.0 * row, lambda: ops.rmsnorm(x, w, 1e-6)),
         ("rmsnorm_dx", 10.0 * row, lambda: ops.rmsnorm_dx(dy, x, w, rstd)),
         ("swiglu", 6.0 * tokens * ffn, lambda: ops.swiglu(gate_up)),
-        ("swiglu_dx", 10.0 * tokens * ffn, lambda: ops.swiglu_dx(act, gate_up)),
+        ("add_rmsnorm", 10.0 * row, lambda: ops.add_rmsnorm(x, root, w, 1e-6)),
+        ("rmsnorm_dx + residual", 14.0 * row, lambda: ops.rmsnorm_dx(root, x, w, rstd, dy)),
+        ("swiglu_dx", 12.0 * tokens * ffn, lambda: ops.swiglu_dx(act, gate_up)),
         ("rope", 4.0 * row, lambda: ops.rope(heads, half, half)),
         ("tree_sum of 4", 20.0 * row, lambda: ops.tree_sum(leaves)),
         ("sum_tokens", 2.0 * row, lambda: ops.sum_tokens(x, spans, total)),
         ("vocab_stats", 4.0 * logits.numel(), lambda: ops.vocab_stats(logits, 4, valid, targets)),
         (
             "vocab_dlogits",
-            8.0 * logits.numel(),
-            lambda: ops.vocab_dlogits(logits, 4, valid, targets, per_row, per_row, per_row, per_row),
+            6.0 * logits.numel(),
+            lambda: ops.vocab_dlogits(
+                logits, 4, valid, targets, *[per_row] * 4, scale=1.0, dtype=torch.bfloat16
+            ),
         ),
         ("embedding_dw", 10.0 * row, lambda: ops.embedding_dw(x, ids, table)),
         ("block_sumsq", 4.0 * blocks.numel(), lambda: ops.block_sumsq(blocks)),

@@ -16,10 +16,12 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -171,7 +173,7 @@ def _adam(count: int) -> AdamStep:
     return AdamStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, count=count)
 
 
-def measure(groups: GroupFactory, options: Options) -> list[Row]:
+def measure(options: Options, groups: GroupFactory) -> list[dict[str, Any]]:
     """All rows; the same on every rank."""
     rows, samples, model = [], batch(options), model_of(options)
     for layout in layouts(options.ranks, micro=max(1, options.samples // (2 * options.ranks))):
@@ -197,23 +199,36 @@ def measure(groups: GroupFactory, options: Options) -> list[Row]:
                 layout_ms=medians["layout"],
             )
         )
+    return [{**asdict(row), "ratio": row.ratio} for row in rows]
+
+
+def rows_of_ranks(
+    body: Callable[[GroupFactory], list[dict[str, Any]]], ranks: int, vendor: str
+) -> list[dict[str, Any]]:
+    """Run `body` on fresh ranks, one a GPU on `cuda`; what it returned on the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (body, ranks, vendor == "cuda", folder), nprocs=ranks)
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
     return rows
 
 
-def _rank(rank: int, options: Options, folder: str, out: str) -> None:
+def _rank(
+    rank: int, body: Callable[[GroupFactory], list[dict[str, Any]]], ranks: int, cuda: bool, folder: str
+) -> None:
     torch.set_num_threads(1)
-    cuda = options.vendor == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
     with connect(
         rank,
-        options.ranks,
+        ranks,
         "nccl" if cuda else "gloo",
-        init_method=f"file://{folder}/store" if options.ranks > 1 else None,
+        init_method=f"file://{folder}/store" if ranks > 1 else None,
         timeout=timedelta(minutes=5),
         device=torch.device("cuda", rank) if cuda else "cpu",
     ) as groups:
-        rows = measure(groups, options)
+        rows = body(groups)
         if rank == 0:
-            Path(out).write_text(json.dumps([{**asdict(r), "ratio": r.ratio} for r in rows]))
+            Path(folder, "rows.json").write_text(json.dumps(rows))
 
 
 def main() -> None:
@@ -232,10 +247,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     out = args.pop("json")
     options = Options(**args)
-    with tempfile.TemporaryDirectory() as folder:
-        result = f"{folder}/rows.json"
-        mp.spawn(_rank, (options, folder, result), nprocs=options.ranks)
-        rows = json.loads(Path(result).read_text())
+    rows = rows_of_ranks(partial(measure, options), options.ranks, options.vendor)
     print(f"{'layout':34} {'kernels':20} {'off ms':>9} {'layout ms':>10} {'ratio':>6}")
     for row in rows:
         print(

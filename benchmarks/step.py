@@ -66,6 +66,11 @@ def ours(model: ModelConfig, mode: str, ids: Tensor, leaves: int, micro: int) ->
     engine = build(
         group, model, layout, mode, HardwareConfig(vendor="cuda"), torch.bfloat16, max_tokens=ids.shape[1]
     )
+    return engine_step(engine, ids), engine
+
+
+def engine_step(engine: NativeEngine, ids: Tensor) -> Step:
+    """Forward, backward, clip and AdamW on rows of tokens [B, S] with a loss on every next token."""
     samples = [Sample((int(row[0]),), tuple(row[1:].tolist())) for row in ids]
     scale = 1.0 / (ids.shape[0] * (ids.shape[1] - 1))
 
@@ -77,11 +82,11 @@ def ours(model: ModelConfig, mode: str, ids: Tensor, leaves: int, micro: int) ->
             engine.accumulate(samples, loss)
             engine.step(_adam, 1.0, engine.reduce())
 
-    return step, engine
+    return step
 
 
-def peer(model: ModelConfig, ids: Tensor) -> Step:
-    """The same step with transformers' Llama."""
+def peer_model(model: ModelConfig, ids: Tensor) -> Any:
+    """transformers' Llama in bf16 on the device of `ids`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -96,7 +101,11 @@ def peer(model: ModelConfig, ids: Tensor) -> Step:
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    net: Any = LlamaForCausalLM(config).to(device=ids.device, dtype=torch.bfloat16)
+    return LlamaForCausalLM(config).to(device=ids.device, dtype=torch.bfloat16)
+
+
+def peer_step(net: Any, ids: Tensor) -> Step:
+    """The same step with a model of transformers, wrapped or not."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -131,7 +140,7 @@ def measure(
     """Rows of one model: medians of interleaved steps, and the peak memory of each contender alone."""
     model = MODELS[name]
     ids = torch.randint(0, model.vocab_size, (batch, length), device="cuda")
-    makers: dict[str, Callable[[], Step]] = {"transformers": lambda: peer(model, ids)}
+    makers: dict[str, Callable[[], Step]] = {"transformers": lambda: peer_step(peer_model(model, ids), ids)}
     makers["off"] = lambda: ours(model, "off", ids, 1, micro)[0]
     for w in leaves:
         makers[f"layout W={w}"] = lambda w=w: ours(model, "layout", ids, w, micro)[0]  # type: ignore[misc]

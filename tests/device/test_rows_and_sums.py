@@ -37,6 +37,14 @@ def test_rmsnorm_matches_fp64_and_is_row_invariant(
     assert x64.grad is not None
     assert_close(dx, x64.grad, dtype)
     assert_close(dw, dy.double() * x.double() * rstd.detach(), torch.float32)
+    beside, root = random(rows, width, dtype=dtype), random(rows, width, dtype=torch.float32)
+    for delta in (root, root.to(dtype)):  # as one rank has it, and as it arrives from several
+        total, normed, total_rstd = ops.add_rmsnorm(x, delta, w, 1e-6)
+        assert same_bits(total, x + root.to(dtype)) and same_bits(ops.add(x, delta), total)
+        assert all(same_bits(a, b) for a, b in zip((normed, total_rstd), ops.rmsnorm(total, w, 1e-6)))
+        alone, rows_dw = ops.rmsnorm_dx(root.to(dtype), x, w, got_rstd)
+        passed, same_dw = ops.rmsnorm_dx(delta, x, w, got_rstd, beside)
+        assert same_bits(passed, beside + alone) and same_bits(same_dw, rows_dw)
     for at in {0, rows // 2, rows - 1}:
         row = slice(at, at + 1)
         one, one_rstd = ops.rmsnorm(x[row], w, 1e-6)
@@ -62,6 +70,12 @@ def test_rope_matches_fp64_and_its_inverse_undoes_it(
     assert_close(y, torch.cat([a * c - b * s, b * c + a * s], -1), dtype)
     assert_close(ops.rope(y, cos, sin, inverse=True), x, dtype)
     assert same_bits(ops.rope(x[5:6, 1:2], cos[5:6], sin[5:6]), y[5:6, 1:2])
+    k, v = fused[:, heads : heads + 1], fused[:, heads + 1 :]
+    k_pages, v_pages = random(2, 13, 16, 1, width, dtype=dtype)
+    slots = torch.randperm(13 * 16, device="cuda")[:tokens]
+    assert same_bits(ops.rope_to_pages(x, k, v, cos, sin, k_pages, v_pages, slots), y)
+    assert same_bits(k_pages.flatten(0, 1)[slots], ops.rope(k, cos, sin))
+    assert same_bits(v_pages.flatten(0, 1)[slots], v.contiguous())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,13 +87,14 @@ def test_swiglu_matches_fp64_and_splits_over_leaves(
     exact = gate_up.double().requires_grad_()
     want = torch.nn.functional.silu(exact[:, :, 0]) * exact[:, :, 1]
     want.backward(dy.double())
-    y, dx = ops.swiglu(gate_up), ops.swiglu_dx(dy, gate_up)
+    y, (dx, again) = ops.swiglu(gate_up), ops.swiglu_dx(dy, gate_up)
+    assert same_bits(again, y)
     assert exact.grad is not None
     assert_close(y, want.detach(), dtype)
     assert_close(dx, exact.grad, dtype)
     part = gate_up[40:41, 1:2].contiguous()
     assert same_bits(ops.swiglu(part), y[40:41, 1:2])
-    assert same_bits(ops.swiglu_dx(dy[40:41, 1:2].contiguous(), part), dx[40:41, 1:2])
+    assert same_bits(ops.swiglu_dx(dy[40:41, 1:2].contiguous(), part)[0], dx[40:41, 1:2])
 
 
 VOCABULARIES = [
@@ -129,16 +144,11 @@ def test_vocabulary_ops_match_fp64_and_split_over_leaves(
     hit = logp.gather(1, local[targets.clamp(min=0)].clamp(min=0)[:, None]).squeeze(1)
     loss = (grad_logprob * torch.where(here, hit, -exact.logsumexp(1))).sum()
     (loss + (grad_entropy * entropy).sum()).backward()
-    got = ops.vocab_dlogits(
-        logits,
-        leaves,
-        valid,
-        targets,
-        exact.detach().logsumexp(1).float(),
-        entropy.detach().float(),
-        grad_logprob,
-        grad_entropy,
-    )
+    lse = exact.detach().logsumexp(1).float()
+    arguments = (logits, leaves, valid, targets, lse, entropy.detach().float(), grad_logprob, grad_entropy)
+    got = ops.vocab_dlogits(*arguments, scale=1.0, dtype=torch.float32)
+    scaled = ops.vocab_dlogits(*arguments, scale=0.7, dtype=torch.bfloat16)
+    assert same_bits(scaled, (got * 0.7).bfloat16())
     assert exact.grad is not None
     assert float((got[:, real].double() - exact.grad).norm() / exact.grad.norm()) < 2e-5
     assert torch.equal(got[:, ~real], torch.zeros_like(got[:, ~real]))

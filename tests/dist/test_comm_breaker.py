@@ -50,8 +50,10 @@ def wait_for_the_absent(place: Place) -> tuple[str, str, int]:
         ) as groups:
             pairs = groups.build_groups([(0, 1), (1, 2)])
             if place.rank == ABSENT:
+                done.set("built", "1")
                 done.wait(["broken/0", "broken/1"])
                 raise CommError("woke up")
+            done.wait(["built"])  # a break would fail it
             progress.enter("score", step=5)
             if place.rank == 0:  # waits for rank 1, which waits for the absent one
                 watcher = threading.Thread(target=watch)
@@ -120,3 +122,42 @@ def test_a_broken_world_does_not_start(run_ranks: RankPool) -> None:
     assert run_ranks(connect_broken, 1, connected=False) == [
         "the connections of this world were cut: too late"
     ]
+
+
+class Communicator:
+    """Stands for one that waits for its peers when it is destroyed."""
+
+    def __init__(self) -> None:
+        self.aborted_in: list[bool] = []  # whether the world was still there, at each call
+
+    def abort(self) -> None:
+        self.aborted_in.append(dist.is_initialized())
+
+
+def leave_with(place: Place, error: bool) -> tuple[list[bool], bool]:
+    """(when its communicators were aborted, whether a peer that waits for this rank is freed)."""
+    breaker, communicator = Breaker(), Communicator()
+    arguments = {"timeout": timedelta(seconds=300), "breaker": breaker}
+    freed = False
+    try:
+        with connect(place.rank, 2, store=store_of(place, f"left-{error}", 2), **arguments) as groups:
+            breaker.add(communicator)  # type: ignore[arg-type]
+            if error and place.rank == 0:
+                raise ValueError("rank 0 has no more to say")
+            if error:
+                groups.world.all_gather(torch.ones(3))
+    except CommError:
+        freed = True
+    except ValueError:
+        pass
+    return communicator.aborted_in, freed
+
+
+def test_a_rank_that_fails_aborts_its_communicators_before_it_destroys_them(run_ranks: RankPool) -> None:
+    failed, waited = run_ranks(leave_with, 2, True, connected=False, timeout_s=30.0)
+    assert failed == ([True], False)
+    assert waited == ([True], True)
+
+
+def test_control_a_rank_that_leaves_in_order_aborts_nothing(run_ranks: RankPool) -> None:
+    assert run_ranks(leave_with, 2, False, connected=False, timeout_s=30.0) == [([], False), ([], False)]

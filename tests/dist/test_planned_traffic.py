@@ -1,7 +1,8 @@
 """What a step is planned to send equals what its groups count, byte for byte, on every rank and axis.
 
-The sums run by a plan's blocks too. Not covered: rollout, scores and digests; mode `off`; other backends than
-gloo (the count is of payload, whatever the backend).
+The sums run by a plan's blocks too, and the trainer refuses a step that sends anything else. Not covered:
+rollout, scores and digests, which the trainer does not count; mode `off`; other backends than gloo (the count
+is of payload, whatever the backend).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dist.engine_ranks import GQA, MHA, Case, algorithm, minibatch
+from tests.dist.engine_ranks import GQA, MHA, Case, algorithm, build_role, minibatch, train_step
 from tests.dist.run_ranks import RankPool
 from unirl_scale.comm.groups import GroupFactory
 from unirl_scale.comm.plan import Plan
@@ -26,6 +27,7 @@ from unirl_scale.core.config import (
     RunConfig,
     StageConfig,
 )
+from unirl_scale.core.errors import PlanError
 from unirl_scale.core.mesh import Mesh
 from unirl_scale.kernels.reference import ReferenceOps
 from unirl_scale.parallel.build import Reductions, RoleGroups, build_context
@@ -34,6 +36,7 @@ from unirl_scale.parallel.optimizer import AdamStep
 from unirl_scale.parallel.traffic import StepTraffic, Workload, step_traffic
 from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.roles import DTYPES
+from unirl_scale.train.sent import is_ordered
 
 Planned = dict[str, Reductions]
 ADAM = AdamStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, count=1)
@@ -65,8 +68,8 @@ def run_step(groups: GroupFactory, case: Case, planned: Planned | None) -> StepT
     return StepTraffic(tp=sent[0], dp=sent[1], pp_up=sent[2], pp_down=sent[3])
 
 
-def predicted(case: Case, rank: int, planned: Planned | None = None) -> StepTraffic:
-    samples = [(len(s.prompt), len(s.response)) for s in minibatch(case, 0).samples]
+def predicted(case: Case, rank: int, planned: Planned | None = None, *, samples_of: int = 0) -> StepTraffic:
+    samples = [(len(s.prompt), len(s.response)) for s in minibatch(case, samples_of).samples]
     work = Workload(
         model=case.model,
         mesh=case.mesh,
@@ -133,6 +136,34 @@ def test_the_planned_levels_are_run_and_send_what_was_planned(run_ranks: RankPoo
     counted = run_ranks(run_step, 4, case, planned)
     assert counted == [predicted(case, rank, planned) for rank in range(4)]
     assert counted != [predicted(case, rank) for rank in range(4)]  # the plan makes a difference
+
+
+def learn_counting(groups: GroupFactory, case: Case, stray_bytes: int) -> str:
+    """Two steps of the trainer; with stray bytes, a transfer on the dp group that no plan knows."""
+    role = build_role(groups, case)
+    assert role.engine is not None and is_ordered(role.engine)
+    reports = [train_step(role, case, step) for step in range(2)]
+    assert [r.sent for r in reports] == [predicted(case, groups.rank, samples_of=step) for step in range(2)]
+    reduce = role.engine.reduce
+
+    def with_stray() -> float:
+        role.engine.ctx.dp.all_gather(torch.zeros(stray_bytes, dtype=torch.uint8))  # type: ignore[union-attr]
+        return reduce()
+
+    role.engine.reduce = with_stray  # type: ignore[method-assign]
+    try:
+        train_step(role, case, 2)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_the_trainer_counts_and_refuses_what_was_not_planned(run_ranks: RankPool) -> None:
+    case = Case(model=MHA, mesh=MeshConfig(tp=2, dp=2, micro_batch_size=2))
+    assert run_ranks(learn_counting, 4, case, 0) == [""] * 4
+    for rank, message in enumerate(run_ranks(learn_counting, 4, case, 1)):
+        assert message.startswith("comm.dp: got ")
+        assert f"sent by rank {rank} in an optimizer step of actor; planned were " in message
 
 
 def test_the_prediction_depends_on_what_it_should() -> None:

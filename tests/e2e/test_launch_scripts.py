@@ -21,6 +21,21 @@ MACHINE = "host1 slots=2\nhost2 slots=2\n"
 RENDERED = (
     ("--scheduler", "slurm", "--nodes", "2"),
     ("--scheduler", "slurm", "--nodes", "2", "--min-nodes", "1", "--time", "60", "--topology", "hosts"),
+    (
+        *(
+            "--scheduler",
+            "slurm",
+            "--nodes",
+            "2",
+            "--spare-nodes",
+            "1",
+            "--time",
+            "60",
+            "--topology",
+            "hosts",
+        ),
+        *("elastic.enabled=true", "checkpoint.every=1"),
+    ),
     ("--scheduler", "mpirun", "--nodes", "2", "--hosts", "a,b"),
     ("--scheduler", "torchrun", "--nodes", "2", "--endpoint", "a:29400", "--min-nodes", "1"),
 )
@@ -57,6 +72,8 @@ def test_shells_and_linters_accept_every_script(folder: Path, args: Sequence[str
             ["shellcheck", "-"], input=script, text=True, capture_output=True, check=False
         )
         assert checked.stdout == ""
+    planned = "--topology" in args and "elastic.enabled=true" not in args
+    assert ("planner=" in script) == planned
 
 
 @dataclass(frozen=True)

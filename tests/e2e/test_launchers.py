@@ -7,6 +7,7 @@ started here, see `slurm_cluster.py`. GPUs and several physical hosts are not co
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -166,7 +167,7 @@ def test_a_rank_that_differs_is_refused_before_training(runs: Runs) -> None:
 
 @needs_mpirun
 def test_a_probe_under_mpirun_writes_a_topology_that_plans(runs: Runs) -> None:
-    sizes = ("--sizes", "1K,16K,256K", "--repeats", "2")
+    sizes = ("--sizes", "1K,256K,4M", "--repeats", "4")
     done("mpirun", "-np", "4", "--oversubscribe", *PROGRAM, "probe", *sizes, cwd=runs.folder)
     topology = read_topology(runs.folder / "probed.yaml")
     assert topology.num_devices == 4
@@ -219,10 +220,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
-def submit(slurm: Cluster, runs: Runs, name: str, *args: str) -> str:
-    """Number of the submitted job."""
+def submit(slurm: Cluster, runs: Runs, name: str, *args: str, **more: str) -> str:
+    """Number of the submitted job; `more` variables reach its ranks."""
     command = runs.launch(name, "--scheduler", "slurm", "--nodes", "2", "--pause", "6", *args)
-    out = done(*command, cwd=runs.folder, SLURM_CONF=slurm.environ["SLURM_CONF"])
+    out = done(*command, cwd=runs.folder, SLURM_CONF=slurm.environ["SLURM_CONF"], **more)
     return out.split(": job ")[1].split(";")[0]
 
 
@@ -247,8 +248,9 @@ def test_srun_starts_the_ranks_on_two_nodes(slurm: Cluster, runs: Runs) -> None:
 def test_a_gpu_job_sees_its_own_device_on_each_rank(slurm: Cluster) -> None:
     """The GPUs are not real: what a rank would see is asked for, torch is not."""
     code = (
-        "import sys; from unirl_scale.launch import environment as e; from unirl_scale.launch.ranks import "
-        "discover; i = discover(e.current()); v = e.device_environment('cuda', i, e.current()); "
+        "import sys; from unirl_scale.core.config import HardwareConfig; from unirl_scale.launch import "
+        "environment as e; from unirl_scale.launch.ranks import discover; i = discover(e.current()); "
+        "v = e.device_environment(HardwareConfig(vendor='cuda'), i, e.current()); "
         "sys.stdout.write(f'{i.node_rank} {i.local_rank} {v}\\n')"
     )
     tasks = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2")
@@ -279,6 +281,21 @@ def test_a_job_that_lost_a_node_goes_on_with_what_is_left(slurm: Cluster, runs: 
     said = output(runs, "lost", job)
     assert "attempt 0: 4 ranks on 127.0.0.1,127.0.0.2" in said
     assert "2 ranks on 127.0.0.1; logs" in said
+
+
+def test_the_ranks_of_an_elastic_job_outlive_one(slurm: Cluster, runs: Runs) -> None:
+    """One rank of four is killed: the others finish in the same step of SLURM's, with the same bits. SLURM
+    calls the step failed, so the job looks once more, and finds every step done."""
+    elastic = ("elastic.enabled=true", "checkpoint.snapshot_every=1", "checkpoint.every=1")
+    fault = {"slot": 3, "step": 2, "phase": "accumulate", "once": str(runs.folder / "killed")}
+    job = submit(slurm, runs, "elastic", *elastic, UNIRL_SCALE_FAULTS=json.dumps([fault]))
+    slurm.wait(job, "COMPLETED", timeout_s=240)
+    runs.same("elastic")
+    events = (runs.folder / "elastic" / "elastic" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in events] == ["", "rank 3 lost"]
+    logs = [runs.folder / "elastic.launch" / f"{job}.0.{attempt}" / "rank-0.log" for attempt in range(2)]
+    assert "step 4/4" in logs[0].read_text()
+    assert "nothing left to do: every step is done" in logs[1].read_text()
 
 
 def test_a_job_near_its_limit_goes_back_and_finishes_later(slurm: Cluster, runs: Runs) -> None:

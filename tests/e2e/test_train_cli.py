@@ -127,12 +127,15 @@ def test_four_ranks_give_the_digests_of_one(folder: Path, single: Path) -> None:
     assert verdict.stdout.startswith("equal: 10 steps, ")
     one, four = (
         [
-            {k: v for k, v in m.items() if not k.startswith(("time/", "tokens_per_s"))}
+            {k: v for k, v in m.items() if not k.startswith(("time/", "tokens_per_s", "comm/"))}
             for m in lines(run / "metrics.jsonl")
         ]
         for run in (single, folder / "four")
     )
     assert one == four
+    last = lines(folder / "four" / "metrics.jsonl")[-1]
+    for axis in ("tp", "dp", "pp"):  # the actor's, both roles', the critic's
+        assert last[f"comm/{axis}_sent_bytes"] > 0
 
 
 def test_other_rewards_are_told_apart_and_bad_ones_dropped(folder: Path, single: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.train_job import TrainJob
+from tests.fault.train_job import LONG_STEPS, TrainJob
 
 
 @pytest.fixture
@@ -24,9 +24,19 @@ def job(tmp_path: Path) -> Iterator[TrainJob]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Run directory of one rank that nothing happened to; five steps."""
+    yield from _alone(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same with LONG_STEPS steps."""
+    yield from _alone(tmp_path_factory, f"stages.0.num_steps={LONG_STEPS}")
+
+
+def _alone(tmp_path_factory: pytest.TempPathFactory, *options: str) -> Iterator[Path]:
     job = TrainJob(tmp_path_factory.mktemp("undisturbed"))
     try:
-        job.train_well("mesh.actor.dp=1")
+        job.train_well("mesh.actor.dp=1", *options)
         yield job.run_dir
     finally:
         job.end()

@@ -75,6 +75,25 @@ class ControlJob:
             time.sleep(0.02)
         raise AssertionError(f"slot {slot} reported only {self.events(slot)}")
 
+    def train_on(self, slots: list[int], steps: int) -> None:
+        """Wait until these slots have trained so many more steps, or have ended."""
+
+        def last(slot: int) -> int:
+            return max((event.get("step", 0) for event in self.events(slot)), default=0)
+
+        goals = {slot: last(slot) + steps for slot in slots}
+        deadline = time.monotonic() + DEADLINE_S
+        while any(last(slot) < goal and self.processes[slot].poll() is None for slot, goal in goals.items()):
+            assert time.monotonic() < deadline, {slot: self.events(slot) for slot in slots}
+            time.sleep(0.02)
+
+    def longest_pause_s(self) -> float:
+        """Of any process, as they saw it themselves."""
+        return max(
+            (event.get("paused_s", 0.0) for slot in self.processes for event in self.events(slot)),
+            default=0.0,
+        )
+
     def wait_for_slots(self, slots: list[int]) -> dict[int, dict[str, Any]]:
         """All of these slots train together in a new view; their events."""
 

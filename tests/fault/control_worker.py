@@ -14,6 +14,10 @@ from unirl_scale.train.elastic.hub import Rules
 from unirl_scale.train.elastic.membership import Membership, Pace, Seat
 
 STEP_S = 0.02
+REPORT_EVERY = 10  # steps
+PAUSE_S = 0.5  # a step that takes longer is reported: this process was stopped, or got no processor
+TIMEOUT_S = 2.5
+SAVE_S = 1.0  # what a process that leaves still does
 
 
 def report(**event: object) -> None:
@@ -40,11 +44,20 @@ def train(membership: Membership, folder: Path) -> None:
                 if (folder / f"fail-{membership.me.slot}").exists():
                     error = "asked to fail"
                     break
+                if (folder / f"leave-{membership.me.slot}").exists():
+                    membership.leave()
+                    time.sleep(SAVE_S)
+                    return
                 if membership.regroup:
                     break
                 membership.progress.enter("compute", step=step + 1)
+                began_s = time.monotonic()
                 time.sleep(STEP_S)
                 step += 1
+                if (took_s := time.monotonic() - began_s) > PAUSE_S:
+                    report(paused_s=took_s)
+                if step % REPORT_EVERY == 0:
+                    report(step=step)
             else:
                 membership.done(5.0)
                 return
@@ -59,14 +72,14 @@ def main(folder: Path, slot: int, world: int, min_ranks: int, host: str) -> None
         min_ranks=min_ranks,
         usable=lambda ranks: min(ranks, world),
         max_restarts_per_step=3,
-        heartbeat_timeout_s=2.5,
+        heartbeat_timeout_s=TIMEOUT_S,
         regroup_timeout_s=10.0,
         wait_timeout_s=15.0,
         claim=directory.claim,
         open_store=lambda: "",
     )
     seat = Seat(slot=slot, node=host, run="job", meets_at="127.0.0.1")
-    pace = Pace(interval_s=0.25, timeout_s=2.5, stall_timeout_s=0.0)
+    pace = Pace(interval_s=0.25, timeout_s=TIMEOUT_S, stall_timeout_s=0.0)
     with Membership(seat, pace, rules, directory, Progress()) as membership:
         report(pid=membership.me.pid)
         try:

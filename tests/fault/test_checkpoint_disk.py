@@ -190,6 +190,32 @@ def test_training_goes_on_beside_a_stopped_disk_and_gives_the_save_up(tmp_path: 
     assert SaveName(2, 1) not in Store(tmp_path / "checkpoints").names(), "what was given up is not committed"
 
 
+def test_asked_to_stop_in_a_save_that_does_not_end_memory_has_the_newest_step(tmp_path: Path) -> None:
+    gate = Gate()
+    run = Run(tmp_path, gate, every=2, snapshot_every=1)
+    for _ in range(3):
+        run.step()
+    assert gate.stopped.wait(10)
+    assert run.checkpointer.save_newest(0.3) is False, "the disk is stopped, and the grace is over"
+    again = Run(tmp_path, snapshot_every=1)
+    assert (again.state.step, again.weight) == (3, run.weight)
+    gate.opened.set()
+    run.checkpointer.saves.wait(10)
+
+
+def test_asked_to_stop_in_a_save_the_newer_step_is_made_durable_too(tmp_path: Path) -> None:
+    gate = Gate()
+    run = Run(tmp_path, gate, every=2, snapshot_every=1)
+    for _ in range(3):
+        run.step()
+    assert gate.stopped.wait(10)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert run.checkpointer.save_newest(10.0)
+    store = Store(tmp_path / "checkpoints")
+    assert store.names() == [SaveName(3, 1), SaveName(2, 1)]
+    assert [store.read(name).head.step for name in store.names()] == [3, 2]
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["abandoned", "fenced off"])
 def test_a_save_of_an_earlier_start_that_ends_late_is_ignored(tmp_path: Path, told: bool) -> None:
     gate = Gate()

@@ -16,6 +16,7 @@ from typing import Any
 from unirl_scale.core.digest_compare import Comparison, compare_digests, read_digests
 
 ROOT = Path(__file__).parents[2]
+LONG_STEPS = 60  # of a run that is to last while a process starts
 DEADLINE_S = 240.0  # far above what anything takes, for a busy machine
 CONFIG = """\
 seed: 3
@@ -63,6 +64,12 @@ class Ended:
     err: str
 
 
+def ended(process: subprocess.Popen[str]) -> Ended:
+    """Wait for the end of a process."""
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return Ended(status=process.returncode, out=out, err=err)
+
+
 @dataclass(slots=True)
 class TrainJob:
     """One run directory and the commands run on it.
@@ -88,6 +95,11 @@ class TrainJob:
         self.faults.append({**place, "action": action, "once": str(mark)})
         return mark
 
+    def slow_down(self, slot: int, steps: range) -> None:
+        """Make these steps last long enough for something else to happen meanwhile."""
+        for step in steps:
+            self.fault(slot, step, "rollout", action="linger")
+
     def environ(self, **more: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         faults = {"UNIRL_SCALE_FAULTS": json.dumps(self.faults)} if self.faults else {}
@@ -111,6 +123,22 @@ class TrainJob:
             stderr=subprocess.PIPE,
         )
         return self.process
+
+    def start_rank(
+        self, slot: int, slots: int, port: int, *options: str, node: int = 0
+    ) -> subprocess.Popen[str]:
+        """Start one rank as another launcher does; `end` finds it by its working directory."""
+        place = {"RANK": slot, "LOCAL_RANK": slot, "WORLD_SIZE": slots, "LOCAL_WORLD_SIZE": slots}
+        meeting = {"GROUP_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        numbers = {"MKL_CBWR": "AVX2,STRICT", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        return subprocess.Popen(
+            self.arguments(*options),
+            cwd=self.folder,
+            env=self.environ(**{k: str(v) for k, v in place.items()}, **meeting, **numbers),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def wait(self) -> Ended:
         """Wait for the end of what was started."""

@@ -63,6 +63,23 @@ def test_the_defaults_are_legal() -> None:
             ["model.critic.head_dim=8"],
         ),
         (
+            ["rollout.cuda_graphs=true"],
+            "rollout.cuda_graphs: got true; needs hardware.vendor cuda, got cpu; "
+            "hint: rollout.cuda_graphs=false",
+            ["rollout.cuda_graphs=false"],
+        ),
+        (
+            [
+                "rollout.cuda_graphs=true",
+                "hardware.vendor=cuda",
+                "hardware.transport=host",
+                "mesh.rollout.tp=2",
+            ],
+            "rollout.cuda_graphs: got true; cannot record transfers through the host of mesh.rollout.tp 2; "
+            "hint: rollout.cuda_graphs=false, or tp 1",
+            ["rollout.cuda_graphs=false"],
+        ),
+        (
             ["mesh.critic.dp=5"],
             "mesh.critic.dp: got 5; must be at most invariance.data_slots 4 (a dp rank owns whole slots); "
             "hint: 4, or invariance.data_slots=8",

@@ -258,3 +258,9 @@ def test_a_shared_page_that_is_written_shows(monkeypatch: pytest.MonkeyPatch) ->
     """Without reference counts, members of a group write over each other."""
     monkeypatch.setattr("unirl_scale.parallel.kv_cache.PageAllocator.shared", lambda self, page: False)
     assert not all(run(make_roles(page_size=16), make_prompts()).equal)
+
+
+def test_rows_of_one_page_a_sequence_are_contiguous() -> None:
+    """numpy lays a column out either way, and a kernel reads rows."""
+    rows = decode.rows_array([4, 2], [3, 1], np.array([[7], [5]], dtype=np.int32))
+    assert rows.tolist() == [[5, 3, 7], [3, 1, 5]] and rows.flags.c_contiguous

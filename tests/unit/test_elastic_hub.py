@@ -62,9 +62,9 @@ class Job:
         self.claimed.append(view.incarnation + 1 if view else 1)
         return None if self.refuse_claims else self.claimed[-1]
 
-    def take_over(self, view: View, **lost: str) -> None:
+    def take_over(self, view: View, left: Collection[str] = (), **lost: str) -> None:
         dead = {uid.replace("_", "."): (why, "step 3, reduce") for uid, why in lost.items()}
-        self.hub = Hub(self.rules(), view, dead, self.now_s)
+        self.hub = Hub(self.rules(), view, dead, self.now_s, left)
 
     def hello(self, *members: Member, incarnation: int = 0) -> None:
         for each in members:
@@ -307,6 +307,19 @@ def test_a_successor_gathers_the_others_without_the_lost_hub() -> None:
     assert job.view.incarnation == 1
     job.ready(C, incarnation=1, step=2)
     assert (job.slots, [loss.rank for loss in job.view.losses]) == ([1, 2], [0])
+
+
+def test_a_successor_neither_waits_for_nor_kills_who_left_in_peace() -> None:
+    job = Job()
+    view = job.start(A, B, C)
+    job.take_over(view, left=[A.uid])
+    job.hello(C, incarnation=1)
+    job.ready(C, incarnation=1, step=2)
+    assert job.view.incarnation == 1, "B may still come"
+    job.hub.departed(B.uid)
+    job.sent += job.hub.take()
+    assert (job.slots, job.view.losses) == ([2], ())
+    assert job.got(C, Kill) == []
 
 
 def test_a_successor_does_not_wait_for_ever_for_those_who_never_come() -> None:

@@ -207,6 +207,34 @@ def test_rmsnorm_and_its_gradient(ops, dtype, values) -> None:
         assert same_bits(ops.rmsnorm_dx(dy[a:b].clone(), x[a:b].clone(), w, rstd[a:b])[0], dx[a:b])
 
 
+def test_residual_connections_round_the_sum_before_they_add_it(ops, dtype) -> None:
+    x, w, root = normal(T, K, seed=0, dtype=dtype), wide(K, seed=1), wide(T, K, seed=2)
+    delta = root.to(dtype)
+    for given in (root, delta):
+        y, normed, rstd = ops.add_rmsnorm(x, given, w, 1e-6)
+        assert same_bits(y, x + delta) and same_bits(ops.add(x, given), y)
+        assert all(same_bits(a, b) for a, b in zip((normed, rstd), ops.rmsnorm(y, w, 1e-6)))
+        dx, dw_rows = ops.rmsnorm_dx(given, x, w, rstd)
+        beside = normal(T, K, seed=3, dtype=dtype)
+        total, same_rows = ops.rmsnorm_dx(given, x, w, rstd, beside)
+        assert same_bits(dx, ops.rmsnorm_dx(delta, x, w, rstd)[0])
+        assert same_bits(total, beside + dx) and same_bits(same_rows, dw_rows)
+
+
+def test_decode_writes_rotated_keys_and_values_to_their_slots(ops, dtype) -> None:
+    fused = normal(4, 8, D, seed=0, dtype=dtype)
+    q, k, v = fused.split([4, 2, 2], dim=1)
+    angle = normal(4, D // 2, seed=1)
+    k_pages, v_pages = normal(2, 3, 4, 2, D, seed=2, dtype=dtype)
+    before, slots = k_pages.clone(), torch.tensor([11, 0, 5, 6])
+    got = ops.rope_to_pages(q, k, v, angle.cos(), angle.sin(), k_pages, v_pages, slots)
+    assert same_bits(got, ops.rope(q, angle.cos(), angle.sin()))
+    assert same_bits(k_pages.flatten(0, 1)[slots], ops.rope(k, angle.cos(), angle.sin()))
+    assert same_bits(v_pages.flatten(0, 1)[slots], v.contiguous())
+    others = [row for row in range(12) if row not in slots.tolist()]
+    assert same_bits(k_pages.flatten(0, 1)[others], before.flatten(0, 1)[others])
+
+
 def test_rope_turns_pairs_and_its_inverse_is_the_gradient(ops, dtype) -> None:
     x, g = normal(T, 3, 8, seed=0, dtype=dtype), normal(T, 3, 8, seed=1, dtype=dtype)
     angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
@@ -226,9 +254,11 @@ def test_swiglu_and_its_gradient(ops, dtype) -> None:
     truth = torch.nn.functional.silu(g64[:, :, 0]) * g64[:, :, 1]
     (gg,) = torch.autograd.grad(truth, g64, dy.double())
     assert error(ops.swiglu(gate_up), truth.detach()) < ERROR[dtype]
-    assert error(ops.swiglu_dx(dy, gate_up), gg) < ERROR[dtype]
+    dx, again = ops.swiglu_dx(dy, gate_up)
+    assert error(dx, gg) < ERROR[dtype]
+    assert same_bits(again, ops.swiglu(gate_up))
     big = torch.tensor([[[[-200.0, 200.0, -0.0]], [[3.0, 3.0, 3.0]]]]).view(1, 1, 2, 3)
-    assert torch.isfinite(ops.swiglu(big)).all() and torch.isfinite(ops.swiglu_dx(big[:, :, 0], big)).all()
+    assert torch.isfinite(ops.swiglu(big)).all() and torch.isfinite(ops.swiglu_dx(big[:, :, 0], big)[0]).all()
 
 
 # ---- attention --------------------------------------------------------------------------------------
@@ -323,8 +353,12 @@ def test_vocabulary_statistics_and_gradient(ops) -> None:
     assert error(got[1], entropy.detach()) < 1e-5
     (want,) = torch.autograd.grad((truth * glp.double() + entropy * gent.double()).sum(), x64)
     lse, ent = got[2].float(), got[1].float()
-    grad = ops.vocab_dlogits(logits, 4, valid, targets, lse, ent, glp, gent)
+    grad = ops.vocab_dlogits(logits, 4, valid, targets, lse, ent, glp, gent, scale=1.0, dtype=torch.float32)
     assert error(grad, want) < 1e-5
+    scaled = ops.vocab_dlogits(
+        logits, 4, valid, targets, lse, ent, glp, gent, scale=0.7, dtype=torch.bfloat16
+    )
+    assert same_bits(scaled, (grad * 0.7).bfloat16())
     assert not grad[:, 27:].any()
     stats, picked = ops.vocab_stats(logits, 4, valid, targets)
     assert stats[:, 3].tolist() == [[-torch.inf, 0.0, 0.0]] * T
@@ -334,7 +368,8 @@ def test_vocabulary_statistics_and_gradient(ops) -> None:
         own, own_picked = ops.vocab_stats(cut, 1, valid[leaf : leaf + 1], here)
         assert same_bits(own[:, 0], stats[:, leaf].contiguous())
         assert same_bits(own_picked, torch.where(here >= 0, picked, torch.zeros(T)))
-        dlogits = ops.vocab_dlogits(cut, 1, valid[leaf : leaf + 1], here, lse, ent, glp, gent)
+        parts = (cut, 1, valid[leaf : leaf + 1], here, lse, ent, glp, gent)
+        dlogits = ops.vocab_dlogits(*parts, scale=1.0, dtype=torch.float32)
         assert same_bits(dlogits, grad[:, leaf * width : (leaf + 1) * width])
 
 

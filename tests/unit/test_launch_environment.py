@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from unirl_scale.core.config import HardwareConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
 
+CUDA = HardwareConfig(vendor="cuda")
 THIRD = RankInfo(rank=6, world_size=8, local_rank=2, local_world_size=4)
 
 
@@ -29,13 +31,19 @@ THIRD = RankInfo(rank=6, world_size=8, local_rank=2, local_world_size=4)
     ],
 )
 def test_a_rank_sees_one_device(vendor: str, given: dict[str, str], expected: dict[str, str]) -> None:
-    assert environment.device_environment(vendor, THIRD, given) == expected
+    assert environment.device_environment(HardwareConfig(vendor=vendor), THIRD, given) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "0"), ({"CUDA_VISIBLE_DEVICES": "5,7"}, "5")])
+def test_ranks_that_talk_through_the_host_share_devices(given: dict[str, str], expected: str) -> None:
+    shared = HardwareConfig(vendor="cuda", transport="host")
+    assert environment.device_environment(shared, THIRD, given) == {"CUDA_VISIBLE_DEVICES": expected}
 
 
 @pytest.mark.parametrize("given", ["", "0,1,2"])
 def test_too_few_devices_are_refused(given: str) -> None:
     with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES: got '{given}' for 4 ranks on this host"):
-        environment.device_environment("cuda", THIRD, {"CUDA_VISIBLE_DEVICES": given})
+        environment.device_environment(CUDA, THIRD, {"CUDA_VISIBLE_DEVICES": given})
 
 
 def test_mpi_is_hidden_from_children(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,31 @@ def test_plan_prints_checks_and_writes(files: Files) -> None:
     assert Path(paths["hosts"]).read_text() == "a slots=2\nb slots=2\n"
 
 
+def test_a_png_shows_what_the_svg_shows(files: Files) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    pngs, svg = [str(files.folder / f"{name}.png") for name in ("one", "two")], str(files.folder / "plan.svg")
+    for path in (*pngs, svg):
+        files.plan(draw=path, quiet=True)
+    assert Path(pngs[0]).read_bytes() == Path(pngs[1]).read_bytes()
+    pixels = image.imread(pngs[0])
+    root = ElementTree.parse(svg).getroot()
+    assert pixels.shape[:2] == (2 * int(root.attrib["height"]), 2 * int(root.attrib["width"]))
+    squares = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.attrib["width"] == "14"]
+    assert len(squares) == 4
+    for square in squares:
+        row, column = (2 * int(square.attrib[at]) + 14 for at in ("y", "x"))
+        shown = "#" + "".join(f"{round(255 * value):02x}" for value in pixels[row, column][:3].tolist())
+        assert shown == square.attrib["fill"]
+
+
+def test_a_png_without_matplotlib_names_the_extra(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PlanError) as caught:
+        files.plan(draw=str(files.folder / "plan.png"))
+    assert "hint: pip install 'unirl-scale[plot]', or draw an .svg" in str(caught.value)
+    assert not (files.folder / "plan.png").exists()
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -100,6 +125,18 @@ def test_other_ranks_than_the_meshes_are_searched(files: Files) -> None:
     assert read_plan(str(files.folder / "p.json")).world_size == 2
 
 
+@pytest.mark.parametrize("asked", ["file", "override"])
+def test_an_automatic_mesh_is_searched_on_all_devices(files: Files, asked: str) -> None:
+    model = "model: {actor: {vocab_size: 64, num_layers: 2}}\ninvariance: {model_leaves: 1, data_slots: 2}\n"
+    (files.folder / "run.yaml").write_text(model + ("mesh: auto\n" if asked == "file" else ""))
+    (files.folder / "hosts").write_text("a slots=3\nb slots=3\n")
+    files.plan(*(() if asked == "file" else ("mesh=auto",)), out=str(files.folder / "p.yaml"))
+    assert files.out.getvalue().startswith("1. tp ")
+    plan = read_plan(str(files.folder / "p.yaml"))
+    mesh = plan.role("actor").mesh
+    assert plan.world_size == mesh.tp * mesh.pp * mesh.dp == 4  # of six devices: dp 2 x pp 2 at most
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -107,7 +144,7 @@ def test_other_ranks_than_the_meshes_are_searched(files: Files) -> None:
             {"out": "plan.txt"},
             "--out: got plan.txt; must end in .yaml or .yml or .json; hint: --out plan.yaml",
         ),
-        ({"draw": "plan.png"}, "--draw: got plan.png; must end in .svg; hint: --draw plan.svg"),
+        ({"draw": "plan.pdf"}, "--draw: got plan.pdf; must end in .svg or .png; hint: --draw plan.svg"),
     ],
 )
 def test_a_wrong_ending_is_refused_before_planning(
@@ -202,6 +239,15 @@ def test_sizes_that_cannot_be_fitted_are_refused(text: str, capsys: pytest.Captu
         parse(["probe", f"--sizes={text}"])
     assert caught.value.code == 2
     assert "--sizes: got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("plan",), ("launch", "--scheduler", "slurm")])
+def test_settings_may_follow_the_topology_files(tmp_path: Path, command: tuple[str, ...]) -> None:
+    odd = tmp_path / "a=b"
+    odd.write_text("n1 slots=2\n")
+    files = ["hosts", str(odd), "missing=but/a/path"]
+    args = parse([*command, "run.yaml", "--topology", *files, "mesh.actor.tp=2"])
+    assert (args.topology, args.overrides) == (["hosts", str(odd)], ["missing=but/a/path", "mesh.actor.tp=2"])
 
 
 def test_planning_and_rendering_load_no_torch() -> None:

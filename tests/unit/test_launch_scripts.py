@@ -75,6 +75,23 @@ def test_slurm_keeps_spares_and_places_on_the_network() -> None:
     assert {"--nodes=6", "--segment=3", "--switches=1@2:00:00"} <= set(asked)
 
 
+def test_the_ranks_of_an_elastic_job_outlive_each_other() -> None:
+    alone = slurm_script(JOB, SlurmOptions(spare_nodes=2))
+    assert "--kill-on-bad-exit=1 --wait=60" in alone and "--kill-on-bad-exit=0" not in alone
+    script = slurm_script(replace(JOB, elastic=True), SlurmOptions(spare_nodes=2))
+    assert "--mpi=none --kill-on-bad-exit=0 --wait=0 --no-kill \\\n" in script
+    assert "--kill-on-bad-exit=1" not in script
+
+
+def test_spare_nodes_of_an_elastic_job_run_spare_ranks() -> None:
+    job = replace(JOB, elastic=True)
+    script = slurm_script(job, SlurmOptions(spare_nodes=2))
+    assert "$1 > 6 ? 6 : $1" in script and "at least 2 are needed" in script
+    assert "    6) nodes=6 ranks=48 overrides=() ;;\n    5) nodes=5 ranks=40 overrides=() ;;\n" in script
+    assert "    4) nodes=4 ranks=32 overrides=() ;;" in script
+    assert "ranks=48" not in slurm_script(JOB, SlurmOptions(spare_nodes=2))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -64,11 +64,13 @@ def test_the_row_before_a_response_token_scores_it() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 6])
 def test_token_blocks_of_all_ranks_gather_back_into_packed_order(tp: int) -> None:
     ranks = [packed(tp=tp, tp_rank=rank) for rank in range(tp)]
-    by_rank = torch.cat([p.ids[p.own_rows] for p in ranks])
+    assert (ranks[0].own_rows is None) == (tp == 1)
+    rows = [torch.arange(24) if p.own_rows is None else p.own_rows for p in ranks]
+    by_rank = torch.cat([p.ids[own] for p, own in zip(ranks, rows)])
     index = ranks[0].gather_index
     assert torch.equal(by_rank if index is None else by_rank[index], ranks[0].ids)
-    assert [p.own_lengths for p in ranks] == [[n // tp for n in (6, 6, 12)]] * tp
-    assert sorted(torch.cat([p.own_rows for p in ranks]).tolist()) == list(range(24))
+    assert [p.own_lengths for p in ranks] == [tuple(n // tp for n in (6, 6, 12))] * tp
+    assert sorted(torch.cat(rows).tolist()) == list(range(24))
 
 
 def test_a_samples_rows_do_not_depend_on_its_neighbours() -> None:

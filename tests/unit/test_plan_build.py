@@ -14,7 +14,7 @@ from unirl_scale.comm.plan import ACCELERATORS, Assumptions, reduction_blocks
 from unirl_scale.comm.plan_build import make_plan
 from unirl_scale.comm.plan_draw import draw_plan
 from unirl_scale.comm.plan_file import plan_dict, read_plan, write_plan
-from unirl_scale.comm.plan_model import model_size, training_memory
+from unirl_scale.comm.plan_model import MicroBatches, model_size, training_memory
 from unirl_scale.comm.plan_search import Limits, search_layouts
 from unirl_scale.comm.plan_table import plan_table
 from unirl_scale.comm.plan_traffic import leaf_ranges, reduce_scatter_elements
@@ -54,9 +54,9 @@ def test_recomputation_and_sharding_lower_memory() -> None:
     size = model_size(MODEL, 8)
     cfg = run_config(MeshConfig())
     plain = MeshConfig(tp=4, dp=4, sequence_parallel=True)
-    base = training_memory(cfg, size, plain, 0, 8)
-    again = training_memory(cfg, size, replace(plain, recompute="block"), 0, 8)
-    wider = training_memory(cfg, size, replace(plain, dp=8), 0, 8)
+    base = training_memory(cfg, size, plain, 0, MicroBatches.of(8, 8, 1, 1))
+    again = training_memory(cfg, size, replace(plain, recompute="block"), 0, MicroBatches.of(8, 8, 1, 1))
+    wider = training_memory(cfg, size, replace(plain, dp=8), 0, MicroBatches.of(8, 8, 1, 1))
     assert again.activations < base.activations / 3
     assert wider.optimizer == pytest.approx(base.optimizer / 2)
     assert base.weights == pytest.approx(size.params / 4 * 2)
@@ -65,7 +65,10 @@ def test_recomputation_and_sharding_lower_memory() -> None:
 def test_first_stage_keeps_most_micro_batches() -> None:
     size = model_size(MODEL, 8)
     mesh = MeshConfig(tp=2, pp=4)
-    kept = [training_memory(run_config(mesh), size, mesh, s, 16).activations for s in range(3)]
+    kept = [
+        training_memory(run_config(mesh), size, mesh, s, MicroBatches.of(16, 16, 1, 1)).activations
+        for s in range(3)
+    ]
     assert kept[0] == pytest.approx(2 * kept[2])
 
 
@@ -108,10 +111,10 @@ def test_planned_bytes_are_those_of_the_schedule_for_every_member() -> None:
 
 def test_the_trainer_finds_its_blocks_in_the_plan() -> None:
     plan = make_plan(run_config(MeshConfig(tp=2, dp=32)), cluster(H100, 8, tiers=(4,)), TOLD)
-    assert reduction_blocks(plan, "actor", "dp", "reduce_scatter") == (4, 16)
-    assert reduction_blocks(plan, "actor", "tp", "reduce_scatter") == ()
+    assert reduction_blocks(plan, "actor", "dp") == (4, 16)
+    assert reduction_blocks(plan, "actor", "tp") == ()
     with pytest.raises(PlanError, match="got role 'judge'"):
-        reduction_blocks(plan, "judge", "dp", "reduce_scatter")
+        reduction_blocks(plan, "judge", "dp")
 
 
 def test_unknown_links_give_groups_and_bytes_but_no_time() -> None:
@@ -174,7 +177,7 @@ def test_table_names_every_group_and_call() -> None:
 
 def test_drawing_has_one_square_a_rank_and_none_overlap() -> None:
     plan = make_plan(run_config(MeshConfig(tp=4, dp=16, pp=2)), cluster(H100, 16, tiers=(4,)), TOLD)
-    root = ElementTree.fromstring(draw_plan(plan))
+    root = ElementTree.fromstring(draw_plan(plan).svg())
     squares = [e for e in root if e.tag.endswith("rect") and e.get("x")]
     corners = {(e.get("x"), e.get("y")) for e in squares}
     assert len(squares) == len(corners) == plan.world_size

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from unirl_scale.comm.probe import PROBE_SIZES, Sample, evaluate, probe_rounds, probe_yaml, probed_topology
+from unirl_scale.comm.cost import Tier, best_one_tier
+from unirl_scale.comm.cost_ordered import choose
+from unirl_scale.comm.plan_machine import survey
+from unirl_scale.comm.probe import (
+    PROBE_SIZES,
+    PROBED,
+    GroupSample,
+    Sample,
+    evaluate,
+    probe_groups,
+    probe_rounds,
+    probe_yaml,
+    probed_topology,
+)
 from unirl_scale.comm.topology import MACHINES, cluster, merge, read_topology
 from unirl_scale.core.errors import PlanError
 
@@ -63,3 +76,49 @@ def test_slow_pairs_become_notes() -> None:
 def test_nothing_measured_is_refused() -> None:
     with pytest.raises(PlanError, match="no measurement"):
         evaluate([])
+
+
+def group_sample(kind: str, collective: str, ranks: int, alpha_us: float, gb_per_s: float) -> GroupSample:
+    """Exact times of a collective: (n - 1) alpha and a member's bytes over its rate."""
+    share = (ranks - 1) / ranks
+    times = {n: (ranks - 1) * alpha_us + share * n / gb_per_s / 1e3 for n in PROBE_SIZES}
+    return GroupSample(kind=kind, collective=collective, ranks=ranks, time_us=times)  # type: ignore[arg-type]
+
+
+def test_groups_are_the_ranks_of_a_node_and_their_likes_on_others() -> None:
+    nodes = ["a"] * 4 + ["b"] * 4 + ["c"] * 2
+    assert probe_groups(nodes) == {
+        "node": ((0, 1, 2, 3), (4, 5, 6, 7)),
+        "nic": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    }
+    assert probe_groups(["a"] * 3) == {"node": ((0, 1, 2),)}
+    assert probe_groups(["a", "b"]) == {"nic": ((0, 1),)}
+    assert probe_groups([]) == {}
+
+
+def measured_tiers(size: int) -> tuple[Tier, ...]:
+    """Of a box whose pairs reach 300 GB/s and whose collectives do not, from YAML."""
+    pairs = [sample("node", (0, 1), 9.0, 300.0), sample("nic", (0, 8), 15.0, 48.0)]
+    groups = [group_sample("node", c, 8, 6.0, r) for c, r in zip(PROBED, (200.0, 350.0))]
+    text = probe_yaml(cluster(MACHINES["h100-8"], 2), pairs, groups)
+    return survey(merge([read_topology(text)])).tiers((size, 1))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_measured_collective_is_predicted_as_measured(size: int) -> None:
+    inner = measured_tiers(size)[0]
+    gather = best_one_tier("all_gather", 1e9, inner)
+    share = (size - 1) / size
+    assert gather.algorithm == "measured"
+    assert gather.time_us == pytest.approx((size - 1) * 6.0 + share * 1e9 / 200e3, rel=1e-2)
+    reduced = choose("reduce_scatter", 1e9, measured_tiers(size), ordered=True).cost
+    assert reduced.time_us == pytest.approx((size - 1) * 6.0 + share * 1e9 / 350e3, rel=1e-2)
+
+
+def test_a_link_carries_at_least_what_a_collective_reached() -> None:
+    assert measured_tiers(8)[0].beta_gb_per_s == pytest.approx(350.0, rel=1e-2)
+
+
+def test_what_was_not_measured_keeps_the_links_figures() -> None:
+    broadcast = best_one_tier("broadcast", 1e6, measured_tiers(8)[0])
+    assert broadcast.algorithm != "measured"

@@ -11,7 +11,7 @@ from unirl_scale.core.digest_compare import read_digests
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.train.metrics import ACCURACY, REWARD, MetricsWriter, SilentReporter, read_metrics
 from unirl_scale.train.plot import plot_run, stage_starts
-from unirl_scale.train.rundir import RunDir, claim, write_versions
+from unirl_scale.train.rundir import RunDir, claim, hold, write_versions
 
 
 class Warnings(SilentReporter):
@@ -74,6 +74,35 @@ def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path)
                 pytest.fail("held twice")
     with claim(run_dir):
         pass
+
+
+def test_a_process_that_comes_back_to_its_job_is_let_in_and_clears_nothing(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with claim(run_dir, job="host:1") as first:
+        assert first
+        run_dir.config.write_text("running")
+        with claim(run_dir, job="host:1", overwrite=True) as first:
+            assert not first
+        assert run_dir.config.read_text() == "running"
+        for other in ("host:2", "host:11", ""):
+            with pytest.raises(ConfigError, match=r"live run .*, job host:1"), claim(run_dir, job=other):
+                pytest.fail("held twice")
+
+
+def test_a_job_that_lost_its_holder_takes_the_directory_again(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with claim(run_dir, job="host:1"), hold(run_dir, "host:1") as mine:
+        assert not mine, "the holder is alive"
+    with hold(run_dir, "host:1") as mine:
+        assert mine
+        with pytest.raises(ConfigError, match="in use by a live run"), claim(run_dir, job="host:2"):
+            pytest.fail("held twice")
+    with (
+        claim(run_dir, job="host:2"),
+        pytest.raises(ConfigError, match="job host:2"),
+        hold(run_dir, "host:1"),
+    ):
+        pytest.fail("held twice")
 
 
 def test_a_finished_run_is_kept_unless_told(tmp_path: Path) -> None:

@@ -30,6 +30,16 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A collective as its library ran it on all members of a tier, whatever its algorithm: with n members,
+    (n - 1) alpha and a member's bytes over beta."""
+
+    collective: Collective
+    alpha_us: float
+    beta_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """One level of a group: `size` parts exchange over links of one class.
 
@@ -41,6 +51,7 @@ class Tier:
         floor_us: least time of a call at this tier.
         mesh: each pair has wires of its own, so all peers are reached in one step.
         port: tiers of one port share its wire: a device's NIC serves its leaf and what lies beyond.
+        measured: collectives with figures of their own; they stand in place of any algorithm's.
     """
 
     name: str
@@ -51,6 +62,18 @@ class Tier:
     floor_us: float = 0.0
     mesh: bool = False
     port: str = ""
+    measured: tuple[Measured, ...] = ()
+
+    def of(self, collective: Collective) -> Tier | None:
+        """The tier with a collective's own figures, where it was measured."""
+        found = next((m for m in self.measured if m.collective == collective), None)
+        if found is None:
+            return None
+        return replace(self, alpha_us=found.alpha_us, beta_gb_per_s=found.beta_gb_per_s, measured=())
+
+    def exchange_us(self, peers: float, sent_bytes: float) -> float | None:
+        """Time in which a member exchanges these bytes with so many peers, in an all-to-all."""
+        return (self.of("all_to_all") or self).time_us(peers, sent_bytes)
 
     def time_us(self, steps: float, sent_bytes: float) -> float | None:
         """Time of `steps` steps that send `sent_bytes` in all; None when a figure that matters is unknown."""
@@ -160,6 +183,13 @@ def _chain(size: float, tier: Tier) -> Cost:
     return Cost(algorithm="chain", time_us=time, sent_bytes=(size,), steps=(steps,))
 
 
+def _as_measured(size: float, tier: Tier) -> Cost:
+    steps, sent = tier.size - 1, _share(tier.size) * size
+    return Cost(
+        algorithm="measured", time_us=tier.time_us(steps, sent), sent_bytes=(sent,), steps=(float(steps),)
+    )
+
+
 def best_one_tier(
     collective: Collective, size: float, tier: Tier, allowed: frozenset[str] = EVERYTHING
 ) -> Cost:
@@ -168,6 +198,9 @@ def best_one_tier(
     Raises:
         PlanError: none of the allowed algorithms does this collective.
     """
+    own = tier.of(collective)
+    if own is not None and tier.size > 1:
+        return _as_measured(size, own)
     names = [name for name in (*_ONE_TIER[collective], "mesh", "chain") if name in allowed]
     found = [c for name in names if (c := one_tier(collective, name, size, tier)) is not None]
     if not found:
@@ -237,7 +270,7 @@ def hierarchical(
 def direct_all_to_all(size: float, tiers: Sequence[Tier]) -> Cost:
     """Every pair exchanges its own piece; nothing is forwarded."""
     sent, steps = exchange(size, tiers, 1, total_size(tiers))
-    times = [t.time_us(s, b) for t, s, b in zip(tiers, steps, sent)]
+    times = [t.exchange_us(s, b) for t, s, b in zip(tiers, steps, sent)]
     time = None if None in times else math.fsum(t or 0 for t in times)
     return Cost(algorithm="pairwise", time_us=time, sent_bytes=tuple(sent), steps=tuple(steps))
 
@@ -249,7 +282,7 @@ def exchange(size: float, tiers: Sequence[Tier], inner: int, outer: int) -> tupl
     for i, share in enumerate(_tier_parts(tiers, inner, outer)):
         peers = below * (share - 1)
         sent[i] = size * peers / parts
-        steps[i] = min(peers, 1) if tiers[i].mesh else peers
+        steps[i] = min(peers, 1) if tiers[i].mesh and not tiers[i].measured else peers
         below *= share
     return sent, steps
 

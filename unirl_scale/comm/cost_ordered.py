@@ -57,7 +57,7 @@ def ordered_reduce_scatter(
         sent = [a + b for a, b in zip(sent, bytes_here)]
         steps = [a + b for a, b in zip(steps, steps_here)]
         local += held + held / parts if parts > 1 else 0.0
-    times = [t.time_us(s, b) for t, s, b in zip(tiers, steps, sent)]
+    times = [t.exchange_us(s, b) for t, s, b in zip(tiers, steps, sent)]
     total = None if None in times else math.fsum(t or 0 for t in times) + memory.time_us(local)
     name = "ordered_flat" if not blocks else f"ordered_{len(blocks) + 1}_level"
     return Cost(algorithm=name, time_us=total, sent_bytes=tuple(sent), steps=tuple(steps), local_bytes=local)
@@ -111,6 +111,20 @@ class Choice:
     others: tuple[Cost, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What is decided of an ordered reduction before its turn; None = free.
+
+    Attributes:
+        blocks: members of its inner levels.
+        gather: an all-reduce gathers its nodes, or does not.
+    """
+
+    blocks: tuple[int, ...] | None = None
+    gather: bool | None = None
+
+
+_FREE = Fixed()
 _NEAR = 1.03
 
 
@@ -127,39 +141,45 @@ def choose(
     allowed: frozenset[str] = EVERYTHING,
     memory: Memory = _NO_MEMORY,
     gathered_size: float | None = None,
+    fixed: Fixed = _FREE,
 ) -> Choice:
     """The cheapest algorithm that keeps the contract.
 
     `ordered` reductions may only use our own algorithms; everything else moves bytes and may use any that the
     vendor has (`allowed`). Within 3 % of the best time, and where figures are unknown, the choice falls on
     fewest bytes on the outermost tier, whose switches other groups share, then fewest steps.
+
+    Args:
+        fixed: what is decided already.
     """
+    choices = _block_choices(tiers) if fixed.blocks is None else [fixed.blocks]
     found: list[tuple[Cost, tuple[int, ...]]] = []
     if ordered and collective == "reduce_scatter":
-        found += [(ordered_reduce_scatter(size, tiers, b, memory), b) for b in _block_choices(tiers)]
+        found += [(ordered_reduce_scatter(size, tiers, b, memory), b) for b in choices]
     elif ordered and collective == "all_reduce":
         found += [
             (ordered_all_reduce(size, tiers, b, memory, gathered_size=gathered_size, allowed=allowed), b)
-            for b in _block_choices(tiers)
+            for b in (choices if not fixed.gather else ())
         ]
-        found.append((gather_tree(size, tiers, memory, allowed), ()))
+        if fixed.gather is not False:
+            found.append((gather_tree(size, tiers, memory, allowed), ()))
     elif collective == "all_to_all":
         found.append((direct_all_to_all(size, tiers), ()))
     else:
         found.append((hierarchical(collective, size, tiers, allowed), ()))
-        if collective in ("all_reduce", "reduce_scatter", "all_gather") and "ring" in allowed:
+        rings = collective in ("all_reduce", "reduce_scatter", "all_gather") and "ring" in allowed
+        if rings and not any(t.of(collective) for t in tiers):
             found.append((ring(collective, size, tiers), ()))
 
     def order(item: tuple[Cost, tuple[int, ...]]) -> tuple[float, float, float, int]:
-        cost, blocks = item
+        cost, levels = item
         known = cost.time_us if cost.time_us is not None else math.inf
         near = best if known <= best * _NEAR else known
-        return near, _top_bytes(cost, tiers), known if known < math.inf else sum(cost.steps), len(blocks)
+        return near, _top_bytes(cost, tiers), known if known < math.inf else sum(cost.steps), len(levels)
 
     best = min(c.time_us if c.time_us is not None else math.inf for c, _ in found)
-    cost, blocks = min(found, key=order)
-
-    return Choice(cost=cost, blocks=blocks, others=tuple(c for c, _ in found if c is not cost))
+    cost, chosen = min(found, key=order)
+    return Choice(cost=cost, blocks=chosen, others=tuple(c for c, _ in found if c is not cost))
 
 
 def _block_choices(tiers: Sequence[Tier]) -> list[tuple[int, ...]]:

@@ -378,6 +378,9 @@ def connect(
 ) -> Iterator[GroupFactory]:
     """Join the world, and leave it when the block ends. A world of one starts no backend.
 
+    A block that ends with an error breaks the world: nothing of this rank is left in flight, and no rank is
+    waited for.
+
     Args:
         rank, world_size: this process among all.
         backend: torch's name: "gloo" (device "cpu"), "nccl" (device "cuda:i"), "hccl" (device "npu:i").
@@ -426,6 +429,10 @@ def connect(
         world.barrier()  # a rank that fails early must not look like one that never came
         yield GroupFactory(world, timeout, breaker)
         world.barrier()  # a rank that closes its sockets early fails its peers' last collective
+    except BaseException as error:
+        # NCCL and HCCL destroy a communicator only after its transfers, whose peers may wait for this rank.
+        breaker.break_now(f"{type(error).__name__} on rank {rank}")
+        raise
     finally:
         breaker.release()
         dist.destroy_process_group()

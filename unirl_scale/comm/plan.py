@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from unirl_scale.comm.cost import Collective, Tier
+from unirl_scale.comm.cost import Tier
 from unirl_scale.comm.plan_model import GIB, MIB, Memory
 from unirl_scale.comm.plan_traffic import Axis, Call
 from unirl_scale.comm.topology.model import IntArray
@@ -30,28 +30,41 @@ class Accelerator:
         peak_flop_per_s: dense bf16.
         efficiency: share of the peak that the model's GEMMs and attention reach.
         memory_bytes, memory_gb_per_s: capacity and bandwidth of device memory.
+        nvlink_gb_per_s: of one NVLink, one direction.
     """
 
     peak_flop_per_s: float | None = None
     efficiency: float = 0.55
     memory_bytes: float | None = None
     memory_gb_per_s: float | None = None
+    nvlink_gb_per_s: float | None = None
     source: str = "unknown"
+
+
+def _data_sheet(
+    tflop_per_s: float, memory_gb: float, gb_per_s: float, source: str, nvlink: float | None = 25.0
+) -> Accelerator:
+    return Accelerator(
+        peak_flop_per_s=tflop_per_s * 1e12,
+        memory_bytes=memory_gb * 1e9,
+        memory_gb_per_s=gb_per_s,
+        nvlink_gb_per_s=nvlink,
+        source=source,
+    )
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
-        "h100": Accelerator(
-            peak_flop_per_s=989.5e12, memory_bytes=80e9, memory_gb_per_s=3350.0, source="H100 SXM data sheet"
-        ),
-        "h200": Accelerator(
-            peak_flop_per_s=989.5e12, memory_bytes=141e9, memory_gb_per_s=4800.0, source="H200 SXM data sheet"
-        ),
-        "a100": Accelerator(
-            peak_flop_per_s=312e12, memory_bytes=80e9, memory_gb_per_s=2039.0, source="A100 80 GB data sheet"
-        ),
+        "a100": _data_sheet(312.0, 80, 2039.0, "A100 80 GB data sheet"),
+        "a100-40": _data_sheet(312.0, 40, 1555.0, "A100 40 GB data sheet"),
+        "h100": _data_sheet(989.5, 80, 3350.0, "H100 SXM data sheet"),
+        "h200": _data_sheet(989.5, 141, 4800.0, "H200 SXM data sheet"),
+        "b200": _data_sheet(2250.0, 180, 8000.0, "DGX B200 data sheet, an eighth", 50.0),
+        "gb200": _data_sheet(2500.0, 186, 8000.0, "GB200 NVL72 data sheet, one of two GPUs", 50.0),
+        "910c": _data_sheet(376.0, 64, 1600.0, "CloudMatrix384 paper (2025), one of two dies", None),
     }
 )
+"""Dense bf16; what no vendor publishes (910B) is not here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +132,14 @@ class GroupPlan:
         edges = np.cumprod(self.shape[:-1]).tolist()
         return tuple(dict.fromkeys(int(e) for e in edges if 1 < e < self.size))
 
+    @property
+    def gather_below_bytes(self) -> float:
+        """Bytes of a member's nodes up to which an ordered all-reduce gathers them and adds locally."""
+        if not self.classes or self.classes[0].algorithm != "gather_tree":
+            return 0.0
+        largest = self.classes[0].up_to_bytes
+        return float("inf") if largest is None else largest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlan:
@@ -146,6 +167,24 @@ class CallPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentBytes:
+    """Bytes that a rank sends to others in an optimizer step over samples of full length, exactly.
+
+    The trainer counts its own bytes and holds them against the same function, for the lengths it met.
+
+    Attributes:
+        rank: first of the ranks of its pipeline stage.
+        pp: activations up and gradients down.
+    """
+
+    rank: int
+    stage: int
+    tp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
     """One role on its mesh.
 
@@ -154,6 +193,7 @@ class RolePlan:
         memory: of the fullest stage.
         compute_us, bubble_us, comm_us: of one optimizer step (or of scoring, or decoding, a whole batch).
         mfu: model FLOP of the step over what all ranks could do in its time.
+        sent: a rank of each kind of pipeline stage; () where it is not known (train/planned.py).
     """
 
     name: str
@@ -168,6 +208,7 @@ class RolePlan:
     bubble_us: float | None
     comm_us: float | None
     mfu: float | None
+    sent: tuple[SentBytes, ...] = ()
 
     @property
     def step_us(self) -> float | None:
@@ -230,10 +271,10 @@ class Plan:
         raise PlanError(f"plan: got role {name!r}; must be one of {names}; hint: check the name")
 
 
-def reduction_blocks(plan: Plan, role: str, axis: Axis, collective: Collective) -> tuple[int, ...]:
+def reduction_blocks(plan: Plan, role: str, axis: Axis) -> tuple[int, ...]:
     """Block sizes that the trainer hands to OrderedReducer as `inner_size`; () = flat."""
     for call in plan.role(role).calls:
-        if call.call.axis == axis and call.call.collective == collective and call.call.ordered:
+        if call.call.axis == axis and call.call.ordered and call.algorithm != "gather_tree":
             return call.blocks
     return ()
 

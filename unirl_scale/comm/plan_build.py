@@ -9,29 +9,26 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from unirl_scale.comm.cost import VENDOR_ALGORITHMS, Tier, total_size
-from unirl_scale.comm.cost_bounds import bound_us
-from unirl_scale.comm.cost_ordered import Memory as LocalMemory
-from unirl_scale.comm.cost_ordered import choose
-from unirl_scale.comm.plan import Assumptions, CallPlan, GroupPlan, Plan, RolePlan, SizeClass
+from unirl_scale.comm.plan import Assumptions, GroupPlan, Plan, RolePlan
+from unirl_scale.comm.plan_calls import plan_calls, size_classes
 from unirl_scale.comm.plan_machine import Machine, OnDegraded, survey
 from unirl_scale.comm.plan_model import (
     Memory,
+    MicroBatches,
     ModelSize,
     chunk_layers,
     inference_memory,
     model_size,
+    samples_per_step,
     training_memory,
 )
 from unirl_scale.comm.plan_place import block_shape, mesh_ranks, place_all
 from unirl_scale.comm.plan_times import best_split, decode_time, score_time, train_time
-from unirl_scale.comm.plan_traffic import Axis, Call, decode_calls, training_calls
+from unirl_scale.comm.plan_traffic import Axis, decode_calls, training_calls
 from unirl_scale.comm.topology.model import IntArray, Topology
-from unirl_scale.core.config import MeshConfig, RunConfig, StageConfig
+from unirl_scale.core.config import MeshConfig, RunConfig
 from unirl_scale.core.load import resolve
 
-_CLASS_SIZES = tuple(4**k for k in range(5, 16))
-_CHUNK_BYTES = 64 * 2**20
 Phase = Literal["train", "score", "decode"]
 
 
@@ -121,15 +118,10 @@ def roles_of(cfg: RunConfig) -> list[Role]:
     ]
 
 
-def samples_per_step(stage: StageConfig) -> int:
-    """Samples of one optimizer step."""
-    return stage.minibatch_size or stage.batch_size
-
-
-def micro_batches(cfg: RunConfig, mesh: MeshConfig) -> int:
-    """Micro-batches a DP rank runs in one optimizer step, for the largest share."""
-    share = -(-samples_per_step(cfg.stages[-1]) // mesh.dp)
-    return -(-share // mesh.micro_batch_size)
+def micro_batches(cfg: RunConfig, mesh: MeshConfig) -> MicroBatches:
+    """What the fullest DP rank runs in one optimizer step."""
+    slots = mesh.dp if cfg.invariance.mode == "off" else cfg.invariance.data_slots
+    return MicroBatches.of(samples_per_step(cfg), slots, mesh.dp, mesh.micro_batch_size)
 
 
 class _Score:
@@ -149,7 +141,7 @@ class _Score:
     def __call__(self, slots: IntArray) -> tuple[float, ...]:
         places = self.machine.places[:, slots]
         groups = {g.axis: g for g in plan_groups(self.mesh, self.machine, places, first_rank=0)}
-        plans = [plan_call(c, groups[c.axis], self.told) for c in self.calls]
+        plans = plan_calls(self.calls, groups, self.told)
         times = [p.step_us for p in plans]
         total = float("inf") if None in times else float(f"{sum(t or 0.0 for t in times):.5g}")
         depth = len(self.machine.outer) + 1
@@ -204,70 +196,6 @@ def _most_places(row: IntArray, groups: npt.NDArray[np.int32]) -> int:
     return int((1 + (np.diff(ids, axis=1) != 0).sum(axis=1)).max(initial=1))
 
 
-def plan_call(call: Call, group: GroupPlan, told: Assumptions) -> CallPlan:
-    """Choose how a call runs on its group."""
-    memory = LocalMemory(gb_per_s=told.accelerator.memory_gb_per_s)
-    tiers = group.tiers
-    if call.collective == "p2p":  # one neighbour, over the tier between the two
-        tiers = tuple(replace(t, size=2 if t.size > 1 else 1) for t in tiers)
-    choice = choose(
-        call.collective,
-        call.size_bytes,
-        tiers,
-        ordered=call.ordered,
-        allowed=VENDOR_ALGORITHMS[told.transport],
-        memory=memory,
-        gathered_size=call.result_bytes,
-    )
-    return CallPlan(
-        call=call,
-        algorithm=choice.cost.algorithm,
-        blocks=choice.blocks,
-        chunk_bytes=_chunk_bytes(tiers) if call.ordered else 0,
-        sent_bytes=choice.cost.sent_bytes,
-        time_us=choice.cost.time_us,
-        bound_us=_bound_us(call, tiers),
-    )
-
-
-def _bound_us(call: Call, tiers: Sequence[Tier]) -> float | None:
-    """The bound of the call; an all-reduce that returns another dtype is a reduce-scatter and a gather."""
-    if call.result_bytes is None:
-        return bound_us(call.collective, call.size_bytes, tiers)
-    down = bound_us("reduce_scatter", call.size_bytes, tiers)
-    up = bound_us("all_gather", call.result_bytes, tiers)
-    return None if down is None or up is None else down + up
-
-
-def _chunk_bytes(tiers: Sequence[Tier]) -> int:
-    """The smallest power of two whose transfer takes twenty times its latency on every tier, so that cutting
-    a buffer into chunks costs at most 5 %; between 1 and 64 MiB."""
-    needed = 2.0**20
-    for tier in tiers:
-        if tier.size > 1 and tier.alpha_us is not None and tier.beta_gb_per_s is not None:
-            needed = max(needed, 20 * tier.alpha_us * (tier.size - 1) * tier.beta_gb_per_s * 1e3)
-        elif tier.size > 1:
-            return _CHUNK_BYTES
-    return int(min(_CHUNK_BYTES, 2 ** int(np.ceil(np.log2(needed)))))
-
-
-def size_classes(group: GroupPlan, told: Assumptions) -> tuple[SizeClass, ...]:
-    """How an ordered all-reduce of the group should run, from 1 KiB to 1 GiB, equal neighbours joined."""
-    if total_size(group.tiers) == 1:
-        return ()
-    found: list[SizeClass] = []
-    for size in _CLASS_SIZES:
-        call = Call(
-            name="", axis=group.axis, collective="all_reduce", size_bytes=float(size), count=1, ordered=True
-        )
-        plan = plan_call(call, group, told)
-        if found and (found[-1].algorithm, found[-1].blocks) == (plan.algorithm, plan.blocks):
-            found.pop()
-        found.append(SizeClass(up_to_bytes=size, algorithm=plan.algorithm, blocks=plan.blocks))
-    found[-1] = replace(found[-1], up_to_bytes=None)
-    return tuple(found)
-
-
 def plan_role(
     cfg: RunConfig,
     role: Role,
@@ -278,28 +206,27 @@ def plan_role(
 ) -> RolePlan:
     """Groups, calls, memory and times of one role."""
     mesh = role.mesh
+    itemsize = 4 if cfg.precision == "fp32" else 2
     groups = tuple(
-        replace(g, classes=size_classes(g, told) if g.axis != "pp" else ())
+        replace(g, classes=size_classes(g, told, itemsize if g.axis == "tp" else 4)) if g.axis != "pp" else g
         for g in plan_groups(mesh, machine, places)
     )
     by_axis = {g.axis: g for g in groups}
-    count = micro_batches(cfg, mesh)
-    sequences = -(-samples_per_step(cfg.stages[-1]) // mesh.dp)
+    micros = micro_batches(cfg, mesh)
+    sequences = -(-samples_per_step(cfg) // mesh.dp)
     if cfg.rollout.batch_size:
         sequences = min(sequences, cfg.rollout.batch_size)
     if role.phase == "decode":
         calls = decode_calls(cfg, role.size, mesh, sequences)
     else:
-        calls = training_calls(cfg, role.size, mesh, count)
-        if role.phase == "score":  # forward only
-            calls = tuple(replace(c, count=c.count / 2) for c in calls if c.axis != "dp")
-    plans = tuple(plan_call(c, by_axis[c.axis], told) for c in calls)
-    memory, stage = _fullest(cfg, role, count, sequences)
+        calls = training_calls(cfg, role.size, mesh, micros, backward=role.phase == "train")
+    plans = plan_calls(calls, by_axis, told)
+    memory, stage = _fullest(cfg, role, micros, sequences)
     memory = replace(memory, communicators=communicators * told.communicator_cost)
     if role.phase == "train":
-        times = train_time(cfg, role.size, mesh, plans, told, count)
+        times = train_time(cfg, role.size, mesh, plans, told, micros)
     elif role.phase == "score":
-        times = score_time(cfg, role.size, mesh, plans, told, count)
+        times = score_time(cfg, role.size, mesh, plans, told, micros)
     else:
         times = decode_time(cfg, role.size, mesh, plans, told, sequences)
     return RolePlan(
@@ -318,11 +245,11 @@ def plan_role(
     )
 
 
-def _fullest(cfg: RunConfig, role: Role, count: int, sequences: int) -> tuple[Memory, int]:
+def _fullest(cfg: RunConfig, role: Role, micros: MicroBatches, sequences: int) -> tuple[Memory, int]:
     options = []
     for stage in range(role.mesh.pp):
         if role.phase == "train":
-            memory = training_memory(cfg, role.size, role.mesh, stage, count)
+            memory = training_memory(cfg, role.size, role.mesh, stage, micros)
         else:
             kept = sequences if role.phase == "decode" else 0
             memory = inference_memory(cfg, role.size, role.mesh, stage, kept)

@@ -3,16 +3,18 @@ each tier of links costs one device."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from unirl_scale.comm.cost import Tier
+from unirl_scale.comm.cost import Measured, Tier
+from unirl_scale.comm.probe import PROBED
 from unirl_scale.comm.topology import boxes
-from unirl_scale.comm.topology.model import UNKNOWN, Box, IntArray, Level, Link, Topology
+from unirl_scale.comm.topology.model import MAX_NODES, UNKNOWN, Box, IntArray, Level, Link, Topology
 from unirl_scale.core.errors import PlanError
 
 OnDegraded = Literal["exclude", "refuse", "keep"]
@@ -72,6 +74,12 @@ def survey(
         raise PlanError("topology: got no node; must name some; hint: add a host file or a rank table")
     usable = [_usable(box, on_degraded) for box in topology.boxes]
     counts = _counts(topology, usable, devices_per_node)
+    total = int(counts.sum(dtype=np.int64))
+    if total > MAX_NODES:
+        raise PlanError(
+            f"topology: got {total} devices; must be at most {MAX_NODES}; "
+            "hint: a smaller --devices-per-node, or a host file with the job's nodes"
+        )
     order = _node_order(topology)
     node = np.repeat(order, counts[order]).astype(np.int32)
     device = np.concatenate(
@@ -80,6 +88,7 @@ def survey(
     levels = _nested(topology.levels)
     rows = [node, *(_ids(level)[node] for level in levels)]
     inner, size = _inner(topology, usable, int(counts.max()))
+    inner = _with_measured(inner, topology, "node")
     return Machine(
         topology=topology,
         node=node,
@@ -88,7 +97,10 @@ def survey(
         names=("node", *(level.name for level in levels), "network"),
         inner=inner,
         inner_size=size,
-        outer=_outer(topology, usable, levels),
+        outer=tuple(
+            _with_measured(t, topology, "nic") if t.port == "nic" else t
+            for t in _outer(topology, usable, levels)
+        ),
         excluded=_excluded(topology, usable),
     )
 
@@ -191,7 +203,8 @@ def _nested(levels: Sequence[Level]) -> list[Level]:
             pairs = np.unique(np.stack([below, ids]), axis=1)
             if len(np.unique(below)) != pairs.shape[1]:
                 continue
-        if len(level.groups) > 1 and (not kept or len(np.unique(ids)) < len(np.unique(_ids(kept[-1])))):
+        joins = len(level.groups) > 1 or level.inside is not None
+        if joins and (not kept or len(np.unique(ids)) < len(np.unique(_ids(kept[-1])))):
             kept.append(level)
     return kept
 
@@ -213,6 +226,22 @@ def _inner(topology: Topology, usable: Sequence[tuple[int, ...]], largest: int) 
     return min(known, key=lambda f: f[0].beta_gb_per_s or 0.0)
 
 
+def _with_measured(tier: Tier, topology: Topology, kind: str) -> Tier:
+    """The tier with the collectives that a probe measured on its links. A link carries at least what the
+    collectives reached over it."""
+    found = tuple(
+        Measured(collective=c, alpha_us=link.alpha_us, beta_gb_per_s=link.beta_gb_per_s)
+        for c in PROBED
+        if (link := topology.constants.get(f"{kind}.{c}"))
+        and link.alpha_us is not None
+        and link.beta_gb_per_s is not None
+    )
+    if not found or tier.beta_gb_per_s is None:
+        return tier
+    most = max(tier.beta_gb_per_s, *(m.beta_gb_per_s for m in found))
+    return replace(tier, measured=found, beta_gb_per_s=most)
+
+
 def _inner_of(box: Box, keep: Sequence[int]) -> tuple[Tier, int]:
     size = len(keep)
     rows = [[box.paths[i][j] for j in keep if j != i] for i in keep]
@@ -220,25 +249,31 @@ def _inner_of(box: Box, keep: Sequence[int]) -> tuple[Tier, int]:
     if size < 2 or UNKNOWN in kinds:
         return Tier(name="node", size=max(size, 1)), max(size, 1)
     links = {k: box.links.get(k, Link(kind=k)) for k in kinds}
-    alphas = [link.alpha_us for link in links.values()]
-    full = all(boxes.is_fast(k) for k in kinds)
-    if box.fabric == "mesh":
-        sums = [sum(links[k].beta_gb_per_s or 0.0 for k in row if boxes.is_fast(k)) for row in rows]
-        known = all(links[k].beta_gb_per_s is not None for k in kinds if boxes.is_fast(k))
-        fast = [links[k].alpha_us for k in kinds if boxes.is_fast(k)]
-        alpha = max((a for a in fast if a is not None), default=None)
-        return Tier(
-            name="node", size=size, alpha_us=alpha, beta_gb_per_s=min(sums) if known else None, mesh=full
-        ), size
-    if box.fabric == "switch":
-        main = max((k for k in kinds if boxes.is_fast(k)), key=lambda k: (kinds[k], k))
-        return Tier(
-            name="node", size=size, alpha_us=links[main].alpha_us, beta_gb_per_s=links[main].beta_gb_per_s
-        ), size
-    betas = [link.beta_gb_per_s for link in links.values()]
-    beta = None if None in betas else min(b for b in betas if b is not None)
-    alpha = None if None in alphas else max(a for a in alphas if a is not None)
-    return Tier(name="node", size=size, alpha_us=alpha, beta_gb_per_s=beta), size
+    rates = [_device_rate(box.fabric, row, links) for row in rows]
+    used = [k for k in kinds if boxes.is_fast(k)] if box.fabric != "unknown" else []
+    alphas = [links[k].alpha_us for k in used or kinds]
+    stated = [a for a in alphas if a is not None]
+    return Tier(
+        name="node",
+        size=size,
+        alpha_us=max(stated) if stated and (used or len(stated) == len(alphas)) else None,
+        beta_gb_per_s=None if None in rates else min(r for r in rates if r is not None),
+        mesh=box.fabric == "mesh" and all(boxes.is_fast(k) for k in kinds),
+    ), size
+
+
+def _device_rate(fabric: str, row: Sequence[str], links: Mapping[str, Link]) -> float | None:
+    """What one device can send to its box: through its most common link to a switch, over all its wires in a
+    mesh, else (no fast link, or nothing known of the fabric) what its slowest path carries."""
+    fast = [k for k in row if boxes.is_fast(k)]
+    if fabric == "unknown" or not fast:
+        betas = [links[k].beta_gb_per_s for k in row]
+        return None if None in betas else min(b for b in betas if b is not None)
+    if fabric == "switch":
+        count = Counter(fast)
+        return links[max(count, key=lambda k: (count[k], k))].beta_gb_per_s
+    wires = [links[k].beta_gb_per_s for k in fast]
+    return None if None in wires else math.fsum(b for b in wires if b is not None)
 
 
 def network_share(box: Box, keep: Sequence[int]) -> Link | None:
@@ -267,6 +302,13 @@ def _outer(
     for depth in range(len(levels) + 1):
         # Row k of `places` is joined through the level above it; without a figure of its own a level is
         # taken as non-blocking, as wide as the NIC.
+        inside = levels[depth].inside if depth < len(levels) else None
+        if inside is not None:
+            name = f"{levels[depth].name}.inside"
+            tiers.append(
+                Tier(name=name, size=1, alpha_us=inside.alpha_us, beta_gb_per_s=inside.beta_gb_per_s)
+            )
+            continue
         link = levels[depth - 1].link if depth else None
         alpha = link.alpha_us if link and link.alpha_us is not None else nic.alpha_us if nic else None
         betas = [k.beta_gb_per_s for k in (nic, link) if k is not None and k.beta_gb_per_s is not None]

@@ -20,7 +20,9 @@ class ModelSize:
     """Parameters and FLOPs by part.
 
     Attributes:
+        critic: scores values rather than tokens.
         layer_params, layer_matmul_params: of one transformer block; the second takes part in GEMMs.
+        layer_norm_params: of one block; whole on every tp rank, as the final norm is.
         embedding_params: vocabulary (padded to the model leaves) x hidden.
         head_params: of the output layer; 0 when tied to the embedding.
         head_matmul_params: the same as GEMM work.
@@ -28,8 +30,10 @@ class ModelSize:
 
     config: ModelConfig
     vocab: int
+    critic: bool
     layer_params: int
     layer_matmul_params: int
+    layer_norm_params: int
     embedding_params: int
     head_params: int
     head_matmul_params: int
@@ -63,8 +67,10 @@ def model_size(config: ModelConfig, leaves: int, *, critic: bool = False) -> Mod
     return ModelSize(
         config=config,
         vocab=vocab,
+        critic=critic,
         layer_params=attention + mlp + bias + norms,
         layer_matmul_params=attention + mlp,
+        layer_norm_params=norms,
         embedding_params=vocab * h,
         head_params=0 if config.tie_embeddings and not critic else head,
         head_matmul_params=head,
@@ -78,6 +84,38 @@ def chunk_layers(model: ModelConfig, mesh: MeshConfig) -> tuple[int, ...]:
         return mesh.pipeline_split
     quotient, rest = divmod(model.num_layers, chunks)
     return tuple(quotient + (i < rest) for i in range(chunks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatches:
+    """What the dp rank with the most samples runs in one optimizer step.
+
+    Attributes:
+        count: micro-batches; one never crosses a data slot.
+        samples: of all of them.
+        largest: samples of the largest.
+    """
+
+    count: int
+    samples: int
+    largest: int
+
+    @property
+    def mean(self) -> float:
+        """Samples of a micro-batch."""
+        return self.samples / self.count
+
+    @classmethod
+    def of(cls, samples: int, slots: int, dp: int, size: int) -> MicroBatches:
+        """Of `samples` over `slots` data slots and `dp` ranks, at most `size` in a micro-batch."""
+        held = -(-slots // dp)  # the first rank's, whose slots are the fullest
+        each, more = divmod(samples, slots)
+        full = min(held, more)  # slots with one sample more
+        return cls(
+            count=max(1, full * -(-(each + 1) // size) + (held - full) * -(-each // size)),
+            samples=max(1, held * each + full),
+            largest=max(1, min(size, each + (full > 0))),
+        )
 
 
 def stage_layers(chunks: Sequence[int], pp: int) -> tuple[int, ...]:
@@ -101,6 +139,11 @@ class Memory:
         """All of it."""
         parts = (self.weights, self.gradients, self.optimizer, self.activations, self.kv_cache)
         return sum(parts) + self.communicators
+
+
+def samples_per_step(cfg: RunConfig) -> int:
+    """Samples of one optimizer step of the last stage."""
+    return cfg.stages[-1].minibatch_size or cfg.stages[-1].batch_size
 
 
 def sequence_tokens(cfg: RunConfig) -> int:
@@ -135,7 +178,7 @@ def activation_bytes_per_token(config: ModelConfig, mesh: MeshConfig, itemsize: 
 
 
 def training_memory(
-    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, stage: int, micro_batches: int
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, stage: int, micros: MicroBatches
 ) -> Memory:
     """Memory of a role that trains. Optimizer state is sharded over dp: fp32 master (bf16 only) and moments.
 
@@ -143,9 +186,9 @@ def training_memory(
     """
     itemsize = 4 if cfg.precision == "fp32" else 2
     params = stage_params(size, mesh, stage)
-    flight = min(mesh.pp - stage, micro_batches) * (1 + (mesh.pp - 1) / (mesh.pp * mesh.vpp) * (mesh.vpp > 1))
+    flight = min(mesh.pp - stage, micros.count) * (1 + (mesh.pp - 1) / (mesh.pp * mesh.vpp) * (mesh.vpp > 1))
     layers = stage_layers(chunk_layers(size.config, mesh), mesh.pp)[stage]
-    tokens = mesh.micro_batch_size * sequence_tokens(cfg)
+    tokens = micros.largest * sequence_tokens(cfg)
     kept = flight * layers * tokens * activation_bytes_per_token(size.config, mesh, itemsize)
     if mesh.recompute == "block":  # one block's activations exist while it is recomputed
         whole = MeshConfig(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)

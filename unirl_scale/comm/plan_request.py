@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,10 @@ from unirl_scale.comm.plan_machine import OnDegraded
 from unirl_scale.comm.plan_search import Candidate, Limits, search_layouts
 from unirl_scale.comm.plan_verify import verify
 from unirl_scale.comm.topology import MACHINES, Topology, cluster, merge, read_topology, spread
+from unirl_scale.comm.topology.links import nvlink
+from unirl_scale.comm.topology.merge import with_figures
+from unirl_scale.comm.topology.model import MAX_NODES, Link
+from unirl_scale.comm.topology.nvidia_smi import ASSUMED
 from unirl_scale.core.check import world_size_of
 from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import PlanError
@@ -27,7 +32,8 @@ class PlanRequest:
     Attributes:
         files: topology files, in any order.
         machine: instead of files, a name of MACHINES.
-        ranks: to plan for; a one-box topology is repeated until it holds them. None = as the meshes span.
+        ranks: to plan for; a one-box topology is repeated until it holds them. None = as the meshes span, or
+            in a search as many as there are devices for.
         accelerator: a name of ACCELERATORS; "" = unknown, then nothing that needs it is predicted.
         memory_bytes: a rank may use; None = the accelerator's.
         layer_us: measured time of each layer for one micro-batch.
@@ -54,7 +60,7 @@ def plan(cfg: RunConfig, request: PlanRequest) -> tuple[Plan, Topology, tuple[st
     Raises:
         PlanError: a file that cannot be read, an unknown machine or accelerator, or meshes that do not fit.
     """
-    topology = _topology(request, request.ranks or world_size_of(cfg))
+    topology = _described(cfg, request, request.ranks or world_size_of(cfg))
     made = make_plan(
         cfg,
         topology,
@@ -72,9 +78,8 @@ def search(cfg: RunConfig, request: PlanRequest, *, best: int = 5) -> list[Candi
     Raises:
         PlanError: as `plan`, or no layout fits.
     """
-    ranks = request.ranks or world_size_of(cfg)
-    topology = _topology(request, ranks)
-    limits = Limits(ranks=ranks, memory_bytes=request.memory_bytes)
+    topology = _described(cfg, request, request.ranks or 1)
+    limits = Limits(ranks=request.ranks, memory_bytes=request.memory_bytes)
     return search_layouts(
         cfg,
         topology,
@@ -86,7 +91,39 @@ def search(cfg: RunConfig, request: PlanRequest, *, best: int = 5) -> list[Candi
     )
 
 
+def _described(cfg: RunConfig, request: PlanRequest, ranks: int) -> Topology:
+    """The machine, with the accelerator's NVLinks where files count them and do not say which they are.
+
+    Raises:
+        PlanError: also where its devices are another vendor's than the configuration's.
+    """
+    topology = _topology(request, ranks)
+    found = {d.vendor for box in topology.boxes for d in box.devices} & {"cuda", "npu"}
+    vendor = cfg.hardware.vendor
+    if vendor != "cpu" and found and vendor not in found:
+        other = ", ".join(sorted(found))
+        raise PlanError(
+            f"hardware.vendor: got {vendor} for a machine of {other} devices; must be the machine's; "
+            f"hint: hardware.vendor={other}"
+        )
+    each = _accelerator(request.accelerator).nvlink_gb_per_s
+    if each is None:
+        return topology
+    kinds = [k for box in topology.boxes for k in box.links if re.fullmatch(r"NV\d+", k)]
+    figures = {kind: _nvlinks(kind, each, request.accelerator) for kind in kinds}
+    kept = tuple(n for n in topology.notes if not n.what.endswith(ASSUMED))
+    return replace(with_figures(topology, figures), notes=kept) if figures else topology
+
+
+def _nvlinks(kind: str, each: float, accelerator: str) -> Link:
+    count = int(kind.removeprefix("NV"))
+    source = f"{count} NVLinks x {each:g} GB/s ({accelerator})"
+    return replace(nvlink(count), beta_gb_per_s=count * each, source=source)
+
+
 def _topology(request: PlanRequest, ranks: int) -> Topology:
+    if ranks > MAX_NODES:
+        raise PlanError(f"plan.ranks: got {ranks}; must be at most {MAX_NODES}; hint: fewer --ranks")
     if request.machine and request.files:
         raise PlanError("plan: got a machine name and topology files; must be one; hint: drop --machine")
     if request.machine:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
 
 import numpy as np
 
 from unirl_scale.comm.plan import Assumptions, RolePlan
-from unirl_scale.comm.plan_build import Role, plan_role, roles_of
+from unirl_scale.comm.plan_build import Role, micro_batches, plan_role, roles_of
 from unirl_scale.comm.plan_machine import Machine, OnDegraded, survey
 from unirl_scale.comm.plan_model import GIB
 from unirl_scale.comm.plan_place import tp_units
@@ -19,13 +22,15 @@ from unirl_scale.core.config import MeshConfig, MeshesConfig, RunConfig
 from unirl_scale.core.errors import PlanError
 from unirl_scale.core.load import resolve
 
+_RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the search may use.
 
     Attributes:
-        ranks: devices to use; None = all.
+        ranks: devices to use; None = as many as any layout can.
         memory_bytes: a rank; None = what the accelerator has.
         memory_share: of it that a plan may fill, the rest being fragmentation and libraries.
         tp, pp: largest degrees.
@@ -74,12 +79,13 @@ def search_layouts(
     """
     told = limits or Limits()
     machine = survey(topology, on_degraded=on_degraded, devices_per_node=devices_per_node)
-    ranks = told.ranks or machine.slots
     memory = told.memory_bytes or assumptions.limit_bytes
     full = resolve(cfg)
+    units = _units(full, machine, told)
+    ranks = told.ranks or _most_ranks(full, units, told) or machine.slots
     found: list[Candidate] = []
     least: tuple[float, MeshConfig] | None = None
-    for mesh in _legal(full, machine, ranks, told, assumptions):
+    for mesh in _legal(full, units, ranks, told, assumptions):
         role = _estimate(full, machine, mesh, assumptions)
         used = role.memory.total
         if least is None or used < least[0]:
@@ -108,38 +114,52 @@ def _nothing(
     )
 
 
+def _units(cfg: RunConfig, machine: Machine, told: Limits) -> dict[int, int]:
+    """tp -> groups of so many devices that the machine holds; a tp that it cannot place is left out."""
+    free = np.arange(machine.slots, dtype=np.int32)
+    found = {}
+    for tp in _divisors(cfg.invariance.model_leaves, told.tp):
+        with contextlib.suppress(PlanError):
+            found[tp] = len(tp_units(machine, free, tp))
+    return found
+
+
+def _most_ranks(cfg: RunConfig, units: Mapping[int, int], told: Limits) -> int:
+    """Ranks of the largest layout."""
+    deepest, slots = min(told.pp, cfg.model.actor.num_layers), cfg.invariance.data_slots
+    sizes = (
+        MeshConfig(tp=tp, pp=pp, dp=min(slots, count // pp), sequence_parallel=tp > 1)
+        for tp, count in units.items()
+        for pp in range(1, min(deepest, count) + 1)
+    )
+    legal = (m for m in sizes if not check(replace(cfg, mesh=MeshesConfig(actor=m))))
+    return max((m.tp * m.pp * m.dp for m in legal), default=0)
+
+
 def _legal(
-    cfg: RunConfig, machine: Machine, ranks: int, told: Limits, assumptions: Assumptions
+    cfg: RunConfig, units: Mapping[int, int], ranks: int, told: Limits, assumptions: Assumptions
 ) -> Iterator[MeshConfig]:
     """Layouts of exactly `ranks` ranks that the rules of core/check.py allow and the machine can hold."""
-    free = np.arange(machine.slots, dtype=np.int32)
     layers = cfg.model.actor.num_layers
-    for tp in _divisors(cfg.invariance.model_leaves, told.tp):
-        try:
-            units = len(tp_units(machine, free, tp))
-        except PlanError:
-            continue
+    for tp, count in units.items():
         for pp in range(1, min(told.pp, layers) + 1):
             dp = ranks // (tp * pp)
-            if ranks % (tp * pp) or dp > cfg.invariance.data_slots or dp * pp > units:
+            if ranks % (tp * pp) or dp > cfg.invariance.data_slots or dp * pp > count:
                 continue
-            for vpp in told.vpp if pp > 1 else (1,):
-                for size in told.micro_batch_sizes:
-                    for recompute in ("none", "block"):
-                        mesh = MeshConfig(
-                            tp=tp,
-                            pp=pp,
-                            dp=dp,
-                            vpp=vpp,
-                            sequence_parallel=tp > 1,
-                            micro_batch_size=size,
-                            recompute=recompute,
-                        )
-                        if pp * vpp > layers:
-                            continue
-                        mesh = _with_split(cfg, mesh, assumptions)
-                        if not check(replace(cfg, mesh=MeshesConfig(actor=mesh))):
-                            yield mesh
+            plain = MeshConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=tp > 1)
+            sizes = _distinct_sizes(cfg, plain, told.micro_batch_sizes)
+            vpps = [vpp for vpp in told.vpp if vpp == 1 or (pp > 1 and pp * vpp <= layers)]
+            for vpp, size, recompute in product(vpps, sizes, _RECOMPUTE):
+                mesh = replace(plain, vpp=vpp, micro_batch_size=size, recompute=recompute)
+                mesh = _with_split(cfg, mesh, assumptions)
+                if not check(replace(cfg, mesh=MeshesConfig(actor=mesh))):
+                    yield mesh
+
+
+def _distinct_sizes(cfg: RunConfig, mesh: MeshConfig, sizes: Sequence[int]) -> list[int]:
+    """Micro-batch sizes without those that a data slot never fills: a smaller one gives the same."""
+    largest = {size: micro_batches(cfg, replace(mesh, micro_batch_size=size)).largest for size in sizes}
+    return [size for size in sizes if size == min(s for s in sizes if largest[s] == largest[size])]
 
 
 def _with_split(cfg: RunConfig, mesh: MeshConfig, told: Assumptions) -> MeshConfig:

@@ -51,6 +51,10 @@ def _role(role: RolePlan) -> list[str]:
     if carried:
         shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in carried.items())
         lines.append(f"  GiB a rank sends a step over: {shown}")
+    for sent in role.sent:
+        parts = [f"{axis} {getattr(sent, axis)}" for axis in ("tp", "dp", "pp") if getattr(sent, axis)]
+        if parts:
+            lines.append(f"  bytes rank {sent.rank} (stage {sent.stage}) sends a step: {', '.join(parts)}")
     if role.calls:
         head = ("call", "axis", "collective", "MiB", "a step", "algorithm", "us", "bound us", "total ms")
         lines += _columns([head, *(_call(c) for c in role.calls)])

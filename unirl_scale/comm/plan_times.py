@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from unirl_scale.comm.plan import Assumptions, CallPlan
-from unirl_scale.comm.plan_model import ModelSize, chunk_layers, sequence_tokens, stage_params
+from unirl_scale.comm.plan_model import (
+    MicroBatches,
+    ModelSize,
+    chunk_layers,
+    samples_per_step,
+    sequence_tokens,
+    stage_params,
+)
 from unirl_scale.comm.plan_pipeline import cut_pipeline, slowest_chunk_us
 from unirl_scale.core.config import MeshConfig, RunConfig
 
@@ -31,12 +38,12 @@ def communication_us(plans: Sequence[CallPlan]) -> float | None:
 
 
 def layer_times_us(
-    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions, samples: float
 ) -> tuple[tuple[float, ...], float] | None:
-    """Forward and backward of each layer, and of the output layer, for one micro-batch; measured layer times
-    where there are any, else from the peak. None = the peak is unknown."""
+    """Forward and backward of each layer, and of the output layer, for a micro-batch of `samples`; measured
+    layer times where there are any, else from the peak. None = the peak is unknown."""
     layers = size.config.num_layers
-    tokens = mesh.micro_batch_size * sequence_tokens(cfg)
+    tokens = samples * sequence_tokens(cfg)
     peak = told.accelerator.peak_flop_per_s
     scale = 0.0 if peak is None else 3e6 * tokens / mesh.tp / (peak * told.accelerator.efficiency)
     one = scale * size.forward_flop(sequence_tokens(cfg), 1, head=False)
@@ -48,10 +55,10 @@ def layer_times_us(
 
 
 def _micro_batch_us(
-    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions, passes: float
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions, passes: float, samples: float
 ) -> float | None:
-    """Compute of the slowest stage for one micro-batch, `passes` forward passes worth of it."""
-    times = layer_times_us(cfg, size, mesh, told)
+    """Compute of the slowest stage for a micro-batch of `samples`, `passes` forward passes worth of it."""
+    times = layer_times_us(cfg, size, mesh, told, samples)
     if times is None:
         return None
     layer_us, head_us = times
@@ -73,7 +80,7 @@ def best_split(
     cfg: RunConfig, size: ModelSize, mesh: MeshConfig, told: Assumptions
 ) -> tuple[tuple[int, ...], float] | None:
     """The optimal pipeline_split, and the slowest chunk of the present one over that of the optimum."""
-    times = layer_times_us(cfg, size, mesh, told)
+    times = layer_times_us(cfg, size, mesh, told, mesh.micro_batch_size)
     if times is None or mesh.pp * mesh.vpp == 1:
         return None
     layer_us, head_us = times
@@ -90,22 +97,22 @@ def train_time(
     mesh: MeshConfig,
     plans: Sequence[CallPlan],
     told: Assumptions,
-    count: int,
+    micros: MicroBatches,
 ) -> Times:
-    """One optimizer step: `count` micro-batches through 1F1B, gradients, optimizer, weights.
+    """One optimizer step: the micro-batches through 1F1B, gradients, optimizer, weights.
 
     The bubble of 1F1B is (pp - 1) micro-batches, of the interleaved schedule (pp - 1) / vpp (Narayanan et al.
     2021); tensor-parallel traffic lengthens each micro-batch and so the bubble.
     """
     passes = 3 + (mesh.recompute == "block")
-    micro = _micro_batch_us(cfg, size, mesh, told, passes)
+    micro = _micro_batch_us(cfg, size, mesh, told, passes, micros.mean)
     comm = communication_us(plans)
     if micro is None:
         return Times(compute_us=None, bubble_us=None, comm_us=comm)
     inner = communication_us([p for p in plans if p.call.axis == "tp"])
-    longer = micro + (inner or 0.0) / count
+    longer = micro + (inner or 0.0) / micros.count
     bubble = (mesh.pp - 1) / mesh.vpp * longer
-    compute = micro * count
+    compute = micro * micros.count
     bandwidth = told.accelerator.memory_gb_per_s
     if bandwidth:
         params = max(stage_params(size, mesh, s) for s in range(mesh.pp))
@@ -113,7 +120,7 @@ def train_time(
     mfu = None
     peak = told.accelerator.peak_flop_per_s
     if comm is not None and peak:
-        tokens = count * mesh.micro_batch_size * mesh.dp * sequence_tokens(cfg)
+        tokens = samples_per_step(cfg) * sequence_tokens(cfg)
         seconds = (compute + bubble + comm) / 1e6
         ranks = mesh.tp * mesh.pp * mesh.dp
         mfu = size.train_flop(sequence_tokens(cfg)) * tokens / (seconds * ranks * peak)
@@ -126,14 +133,14 @@ def score_time(
     mesh: MeshConfig,
     plans: Sequence[CallPlan],
     told: Assumptions,
-    count: int,
+    micros: MicroBatches,
 ) -> Times:
     """Forward over the samples of one optimizer step."""
-    micro = _micro_batch_us(cfg, size, mesh, told, 1)
+    micro = _micro_batch_us(cfg, size, mesh, told, 1, micros.mean)
     comm = communication_us(plans)
     if micro is None:
         return Times(compute_us=None, bubble_us=None, comm_us=comm)
-    return Times(compute_us=micro * count, bubble_us=(mesh.pp - 1) / mesh.vpp * micro, comm_us=comm)
+    return Times(compute_us=micro * micros.count, bubble_us=(mesh.pp - 1) / mesh.vpp * micro, comm_us=comm)
 
 
 def decode_time(

@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from unirl_scale.comm.cost import Collective
-from unirl_scale.comm.plan_model import ModelSize, chunk_layers, sequence_tokens, stage_layers, stage_params
+from unirl_scale.comm.plan_model import (
+    MicroBatches,
+    ModelSize,
+    chunk_layers,
+    sequence_tokens,
+    stage_layers,
+)
 from unirl_scale.comm.tree import maximal_nodes, split_contiguous
 from unirl_scale.core.config import MeshConfig, RunConfig
 
@@ -35,91 +41,217 @@ class Call:
     result_bytes: float | None = None
 
 
-def training_calls(cfg: RunConfig, size: ModelSize, mesh: MeshConfig, micro_batches: int) -> tuple[Call, ...]:
-    """Calls of the busiest rank: most layers, and the output layer.
+def training_calls(
+    cfg: RunConfig, size: ModelSize, mesh: MeshConfig, micros: MicroBatches, *, backward: bool = True
+) -> tuple[Call, ...]:
+    """Calls of one optimizer step, those of each axis as the stage that sends most there issues them.
 
-    A row-parallel GEMM's result is reduced as fp32 nodes (bf16 with `leaf_dtype: bf16`) and comes back in the
-    activations' dtype. Gradients are fp32; weights go back in their own dtype.
+    The same transfers as parallel/traffic.py counts exactly, in micro-batches of mean size; left out is what
+    no link notices: sums of squares of the gradient norm, and padding to the longest of uneven shares.
+
+    Args:
+        backward: False = forward only (scores).
     """
-    itemsize = 4 if cfg.precision == "fp32" else 2
-    ordered = cfg.invariance.mode == "layout"
-    node = 2 if cfg.invariance.leaf_dtype == "bf16" and cfg.precision == "bf16" else 4
-    wire = node if ordered else itemsize
-    rows = mesh.micro_batch_size * sequence_tokens(cfg)
-    elements = float(rows * size.config.hidden_size)
-    layers = max(stage_layers(chunk_layers(size.config, mesh), mesh.pp))
-    passes = 2 + (mesh.recompute == "block")  # forward, backward, and forward again
-    calls: list[Call] = []
-    if mesh.tp > 1:
-        calls += _tensor_calls(cfg, mesh, elements, itemsize, wire, layers * passes * micro_batches, ordered)
-        stats = rows * cfg.invariance.model_leaves * 3 * 4.0
-        calls.append(
-            Call(
-                name="vocabulary stats",
-                axis="tp",
-                collective="all_gather",
-                size_bytes=stats,
-                count=micro_batches,
-            )
-        )
-    if mesh.pp > 1:
-        sent = elements * itemsize / (mesh.tp if mesh.sequence_parallel else 1)
-        calls.append(
-            Call(
-                name="activations",
-                axis="pp",
-                collective="p2p",
-                size_bytes=sent,
-                count=2 * micro_batches * mesh.vpp,
-            )
-        )
-    if mesh.dp > 1:
-        params = max(stage_params(size, mesh, s) for s in range(mesh.pp))
-        calls += [
-            Call(
-                name="gradients",
-                axis="dp",
-                collective="reduce_scatter",
-                size_bytes=params * 4,
-                count=1,
-                ordered=ordered,
-            ),
-            Call(name="weights", axis="dp", collective="all_gather", size_bytes=params * itemsize, count=1),
-        ]
-    return tuple(calls)
+    shape = _Shape.of(cfg, size, mesh, micros)
+    stages = [_Stage.of(size, mesh, stage) for stage in range(mesh.pp)]
+    tp = [_tensor_calls(shape, stage, backward) for stage in stages]
+    pp = [_pipeline_calls(shape, stage, backward) for stage in stages]
+    dp = [_data_calls(shape, stage) for stage in stages] if backward else [[]]
+    return tuple(call for per_stage in (tp, pp, dp) for call in max(per_stage, key=_bytes))
 
 
-def _tensor_calls(
-    cfg: RunConfig, mesh: MeshConfig, elements: float, itemsize: int, wire: int, blocks: float, ordered: bool
-) -> list[Call]:
-    """Two reductions a block and pass, after attention and after the MLP; and the output layer's dX."""
-    if not mesh.sequence_parallel:
-        return [
-            Call(
-                name="block outputs",
-                axis="tp",
-                collective="all_reduce",
-                size_bytes=elements * wire,
-                count=2 * blocks + 1,
-                ordered=ordered,
-                result_bytes=elements * itemsize,
-            )
-        ]
-    return [
+def _bytes(calls: Sequence[Call]) -> float:
+    return sum((c.size_bytes + (c.result_bytes or 0.0)) * c.count for c in calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """What all stages have in common: elements of a micro-batch and bytes of an element.
+
+    Attributes:
+        hidden: elements of one micro-batch's hidden states, each sample padded to whole leaves.
+        scored: response tokens of it.
+        node: bytes of an element that is to be reduced.
+        tp_nodes, dp_nodes: nodes of the canonical tree that a rank ships, at most.
+    """
+
+    mesh: MeshConfig
+    size: ModelSize
+    ordered: bool
+    count: int
+    hidden: float
+    scored: float
+    itemsize: int
+    node: int
+    leaves: int
+    tp_nodes: int
+    dp_nodes: int
+
+    @classmethod
+    def of(cls, cfg: RunConfig, size: ModelSize, mesh: MeshConfig, micros: MicroBatches) -> _Shape:
+        ordered = cfg.invariance.mode != "off"
+        itemsize = 4 if cfg.precision == "fp32" else 2
+        leaves = cfg.invariance.model_leaves if ordered else mesh.tp
+        slots = cfg.invariance.data_slots if ordered else mesh.dp
+        tokens = -(-sequence_tokens(cfg) // leaves) * leaves
+        return cls(
+            mesh=mesh,
+            size=size,
+            ordered=ordered,
+            count=micros.count,
+            hidden=micros.mean * tokens * size.config.hidden_size,
+            scored=micros.mean * cfg.rollout.max_response_tokens,
+            itemsize=itemsize,
+            node=4 if ordered else itemsize,
+            leaves=leaves,
+            tp_nodes=_most_nodes(leaves, mesh.tp),
+            dp_nodes=_most_nodes(slots, mesh.dp),
+        )
+
+    @property
+    def tied(self) -> bool:
+        """The output layer is the embedding."""
+        return self.size.config.tie_embeddings and not self.size.critic
+
+    @property
+    def scattered(self) -> bool:
+        """Rows are split over tp between the blocks."""
+        return self.mesh.sequence_parallel and self.mesh.tp > 1
+
+
+def _most_nodes(leaves: int, members: int) -> int:
+    ranges = split_contiguous(leaves, members)
+    return max(1, *(len(maximal_nodes(r.start, r.stop, leaves)) for r in ranges if r))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One pipeline stage, on one tp rank.
+
+    Attributes:
+        ups, downs: its chunks that hand on activations, and gradients.
+        split: parameters that tp divides; copied: parameters that every tp rank holds.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+    ups: int
+    downs: int
+    split: float
+    copied: int
+
+    @classmethod
+    def of(cls, size: ModelSize, mesh: MeshConfig, stage: int) -> _Stage:
+        layers = stage_layers(chunk_layers(size.config, mesh), mesh.pp)[stage]
+        first, last = stage == 0, stage == mesh.pp - 1
+        split = layers * (size.layer_params - size.layer_norm_params)
+        split += size.embedding_params * first + size.head_params * (last and not size.critic)
+        return cls(
+            layers=layers,
+            first=first,
+            last=last,
+            ups=mesh.vpp - last,
+            downs=mesh.vpp - first,
+            split=split / mesh.tp,
+            copied=layers * size.layer_norm_params + size.config.hidden_size * last,
+        )
+
+
+def _tensor_calls(shape: _Shape, stage: _Stage, backward: bool) -> list[Call]:
+    """Two reductions a block and pass, after attention and after the MLP; the embedding's rows, and what the
+    output layer exchanges for log-probs and its dX."""
+    mesh, hidden = shape.mesh, shape.hidden
+    if mesh.tp == 1:
+        return []
+    passes = 1 + backward * (1 + (mesh.recompute == "block"))  # forward, backward, and forward again
+    blocks = 2 * stage.layers * passes
+    calls = [
         Call(
             name="block outputs",
             axis="tp",
+            collective="reduce_scatter" if shape.scattered else "all_reduce",
+            size_bytes=hidden * shape.node * shape.tp_nodes,
+            count=blocks * shape.count,
+            ordered=shape.ordered,
+            result_bytes=None if shape.scattered else hidden * shape.itemsize,
+        )
+    ]
+
+    def gather(name: str, size_bytes: float, each: int) -> None:
+        count = each * shape.count
+        calls.append(Call(name=name, axis="tp", collective="all_gather", size_bytes=size_bytes, count=count))
+
+    if shape.scattered:
+        gather("block inputs", hidden * shape.itemsize, blocks + stage.first * backward + stage.last)
+    if stage.first:
+        gather("embedding rows", hidden * shape.itemsize * mesh.tp, 1)
+    if stage.last and not shape.size.critic:
+        gather("vocabulary stats", shape.scored * (shape.leaves * 3 + mesh.tp) * 4, 1)
+        if backward:
+            elements = shape.scored * shape.size.config.hidden_size
+            calls.append(
+                Call(
+                    name="output layer dX",
+                    axis="tp",
+                    collective="all_reduce",
+                    size_bytes=elements * shape.node * shape.tp_nodes,
+                    count=shape.count,
+                    ordered=shape.ordered,
+                    result_bytes=elements * shape.itemsize,
+                )
+            )
+    return calls
+
+
+def _pipeline_calls(shape: _Shape, stage: _Stage, backward: bool) -> list[Call]:
+    """Activations up, gradients down, once a chunk that has a neighbour there; what a tied output layer gives
+    the embedding, and gets back."""
+    if shape.mesh.pp == 1:
+        return []
+    sent = shape.hidden * shape.itemsize / (shape.mesh.tp if shape.scattered else 1)
+    count = (stage.ups + stage.downs * backward) * shape.count
+    calls = [Call(name="activations", axis="pp", collective="p2p", size_bytes=sent, count=count)]
+    if shape.tied and backward and (stage.first or stage.last):
+        name, width = ("tied weights", shape.itemsize) if stage.first else ("tied gradients", 4)
+        size_bytes = shape.size.embedding_params / shape.mesh.tp * width
+        calls.append(Call(name=name, axis="pp", collective="p2p", size_bytes=size_bytes, count=1))
+    return calls
+
+
+def _data_calls(shape: _Shape, stage: _Stage) -> list[Call]:
+    """Gradients of the sharded parameters, chunk by chunk; of norms, which no rank shards; weights back. A
+    tied output layer's gradient is reduced beside the embedding's."""
+    mesh, size = shape.mesh, shape.size
+    if mesh.dp == 1:
+        return []
+    itemsize = shape.itemsize
+    reduced = stage.split + (shape.tied and stage.last) * size.embedding_params / mesh.tp
+    norms = stage.copied * -(-shape.leaves // mesh.tp)
+    return [
+        Call(
+            name="gradients",
+            axis="dp",
             collective="reduce_scatter",
-            size_bytes=elements * wire,
-            count=2 * blocks + 1,
-            ordered=ordered,
+            size_bytes=reduced * 4 * shape.dp_nodes / mesh.vpp,
+            count=mesh.vpp,
+            ordered=shape.ordered,
         ),
         Call(
-            name="block inputs",
-            axis="tp",
+            name="norm gradients",
+            axis="dp",
+            collective="all_reduce",
+            size_bytes=norms * 4 * shape.dp_nodes / mesh.vpp,
+            count=mesh.vpp,
+            ordered=shape.ordered,
+            result_bytes=norms * 4 / mesh.vpp,
+        ),
+        Call(
+            name="weights",
+            axis="dp",
             collective="all_gather",
-            size_bytes=elements * itemsize,
-            count=2 * blocks + 1,
+            size_bytes=stage.split * itemsize / mesh.vpp,
+            count=mesh.vpp,
         ),
     ]
 

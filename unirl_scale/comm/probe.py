@@ -2,7 +2,9 @@
 
 Ranks exchange in pairs, one class of link after the other: inside a node, between nodes of a leaf switch,
 between leaves. Each round pairs as many ranks as it can, so that shared wires are measured under load, as
-training uses them. probe_ranks.py does the transfers.
+training uses them. Then the ranks of each node, and rank i of every node, run the two collectives that carry
+all training traffic: what a library makes of the links is not seen in pairs. probe_ranks.py does the
+transfers.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from unirl_scale.comm.cost import Collective
 from unirl_scale.comm.cost_fit import Curve, Fit, fit
 from unirl_scale.comm.topology.model import Link, Note, Topology
 from unirl_scale.comm.topology.native_write import write_yaml
@@ -19,6 +22,9 @@ from unirl_scale.core.errors import PlanError
 
 PROBE_SIZES = tuple(1 << k for k in range(10, 27, 2))
 """Bytes of each message: 1 KiB to 64 MiB."""
+
+PROBED: tuple[Collective, ...] = ("all_gather", "all_to_all")
+"""Collectives that are measured on whole groups."""
 
 _SLOW = 0.8
 
@@ -73,6 +79,18 @@ def probe_rounds(node: Sequence[str], leaf: Sequence[int] | None = None) -> tupl
         if pairs:
             rounds.append(Round(kind=kind, pairs=pairs))
     return tuple(rounds)
+
+
+def probe_groups(node: Sequence[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Groups on which collectives are measured, all of a kind at once: "node", the ranks of each node; "nic",
+    rank i of every node. Nodes with fewer ranks than the fullest stand aside."""
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(node):
+        members.setdefault(name, []).append(rank)
+    most = max(map(len, members.values()), default=0)
+    full = [tuple(ranks) for ranks in members.values() if len(ranks) == most]
+    kinds = {"node": tuple(full), "nic": tuple(zip(*full))}
+    return {kind: groups for kind, groups in kinds.items() if groups and len(groups[0]) > 1}
 
 
 def _within(ranks: Sequence[int], step: int) -> list[tuple[int, int]]:
@@ -142,11 +160,46 @@ def evaluate(samples: Sequence[Sample]) -> tuple[Probed, ...]:
     return tuple(found)
 
 
-def probed_topology(topology: Topology, probed: Sequence[Probed]) -> Topology:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSample:
+    """Times of a collective on groups of one kind: microseconds of the slowest rank, by S in bytes."""
+
+    kind: str
+    collective: Collective
+    ranks: int
+    time_us: Mapping[int, float]
+
+    def link(self) -> Link:
+        """Figures of the collective: (n - 1) alpha, and a member's bytes over beta.
+
+        Raises:
+            PlanError: too few sizes to fit.
+        """
+        name = f"{self.kind}.{self.collective}"
+        curve = Curve(
+            collective=self.collective,
+            ranks=self.ranks,
+            size_bytes=tuple(self.time_us),
+            time_us=tuple(self.time_us.values()),
+            source=f"probe {name}",
+        )
+        found = fit(curve).link(name, self.collective, self.ranks)
+        text = f"probed on {self.ranks} ranks: {found.source}"
+        return replace(
+            found,
+            alpha_us=round(found.alpha_us or 0.0, 3) or 0.001,
+            beta_gb_per_s=round(found.beta_gb_per_s or 0.0, 3),
+            source=text,
+        )
+
+
+def probed_topology(
+    topology: Topology, probed: Sequence[Probed], groups: Sequence[GroupSample] = ()
+) -> Topology:
     """The topology with measured figures: "node" replaces every fast link class inside the boxes, "nic" the
-    network, "tier" the level above the leaves. Slow pairs become notes."""
+    network, "tier" the level above the leaves; collectives stand beside them. Slow pairs become notes."""
     by_kind = {p.kind: p for p in probed}
-    constants = dict(topology.constants)
+    constants = {**topology.constants, **{link.kind: link for link in (g.link() for g in groups)}}
     if "node" in by_kind:
         link = by_kind["node"].link()
         kinds = {k for box in topology.boxes for k in box.links} or {"node"}
@@ -161,10 +214,10 @@ def probed_topology(topology: Topology, probed: Sequence[Probed]) -> Topology:
     return replace(topology, constants=constants, notes=(*topology.notes, *notes))
 
 
-def probe_yaml(topology: Topology, samples: Sequence[Sample]) -> str:
+def probe_yaml(topology: Topology, samples: Sequence[Sample], groups: Sequence[GroupSample] = ()) -> str:
     """The YAML that `unirl-scale probe` writes, for --topology of later plans.
 
     Raises:
         PlanError: no samples, or too few sizes to fit.
     """
-    return write_yaml(probed_topology(topology, evaluate(samples)))
+    return write_yaml(probed_topology(topology, evaluate(samples), groups))

@@ -56,6 +56,7 @@ def check(cfg: RunConfig, world_size: int | None = None) -> list[Problem]:
     rules = [
         *_plain_problems(legal),
         *_cache_problems(legal.rollout),
+        *_graph_problems(legal),
         *_model_problems(legal),
         *_all_mesh_problems(legal, world_size),
         *(problem for i in range(len(legal.stages)) for problem in _stage_problems(legal, i)),
@@ -164,6 +165,22 @@ def _digest_problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.digest.on_mismatch == "evict" and not cfg.elastic.enabled:
         rule = "needs elastic.enabled: another run cannot go on without a rank"
         yield _problem("digest.on_mismatch", "evict", rule, "stop, or elastic.enabled=true")
+
+
+def _graph_problems(cfg: RunConfig) -> Iterator[Problem]:
+    if not cfg.rollout.cuda_graphs:
+        return
+    path, hint = "rollout.cuda_graphs", "rollout.cuda_graphs=false"
+    tp = next(role.mesh.tp for role in _roles(cfg) if role.name == "rollout")
+    if cfg.hardware.vendor != "cuda":
+        yield _problem(path, True, f"needs hardware.vendor cuda, got {cfg.hardware.vendor}", hint)
+    elif cfg.hardware.transport == "host" and tp > 1:
+        yield _problem(
+            path,
+            True,
+            f"cannot record transfers through the host of mesh.rollout.tp {tp}",
+            f"{hint}, or tp 1",
+        )
 
 
 def _elastic_problems(cfg: RunConfig) -> Iterator[Problem]:

@@ -15,6 +15,9 @@ class HardwareConfig:
     """Which vendor runs the job."""
 
     vendor: Literal["cpu", "cuda", "npu"] = "cpu"
+    transport: Literal["vendor", "host"] = (
+        "vendor"  # host: Gloo through host memory; ranks may share a device
+    )
     threads: int = 1  # intra-op threads a rank on CPU
     gemm: Literal["auto", "whole", "blocked"] = "auto"  # CPU: proved whole-matrix GEMM, or fixed row blocks
 

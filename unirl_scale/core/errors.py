@@ -31,6 +31,10 @@ class CommError(UniRLError, RuntimeError):
     """A collective failed or a rank disappeared."""
 
 
+class DeviceMemoryError(UniRLError, MemoryError):
+    """Memory ran out; names the phase, the largest tensors and what to lower."""
+
+
 class CheckpointError(UniRLError, RuntimeError):
     """A checkpoint is missing, damaged or does not belong to this run."""
 

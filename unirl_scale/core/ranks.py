@@ -32,3 +32,8 @@ class RankInfo:
     launcher: Launcher = "none"
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+
+    @property
+    def job(self) -> str:
+        """Id of the job, the same for all its processes and for no other live job."""
+        return f"{self.master_addr}:{self.master_port}"

@@ -180,7 +180,10 @@ class _Probe:
             "rmsnorm: rows",
             self._rows_hold(lambda t: self.ops.rmsnorm(t, w, 1e-6)[0], x, self.ops.rmsnorm(x, w, 1e-6)[0]),
         )
+        yield from self._fused(x, w)
         gate_up = self.random(150, 1, 2, self.s.widths[0])
+        act = self.ops.swiglu(gate_up)
+        yield "swiglu_dx: activation", same_bits(self.ops.swiglu_dx(act, gate_up)[1], act)
         yield "swiglu: rows", self._rows_hold(self.ops.swiglu, gate_up, self.ops.swiglu(gate_up))
         width = self.s.widths[-1]
         logits = self.random(150, 2 * width).float()
@@ -201,6 +204,30 @@ class _Probe:
         )
         half = self.ops.vocab_stats(logits[:, width:].contiguous(), 1, [width], none)[0]
         yield "vocab_stats: leaves", same_bits(half, stats[:, 1:].contiguous())
+
+    def _fused(self, x: Tensor, w: Tensor) -> Iterator[tuple[str, bool]]:
+        """One op for several gives their bits, also where the sum it reads was rounded before."""
+        root = self.random(*x.shape).float() / 3
+        rounded = root.to(self.dtype)
+        y = self.ops.add(x, rounded)
+        normed, rstd = self.ops.rmsnorm(y, w, 1e-6)
+        pairs = [self.ops.add_rmsnorm(x, delta, w, 1e-6) for delta in (root, rounded)]
+        wanted = (y, normed, rstd)
+        yield "add_rmsnorm", all(same_bits(a, b) for got in pairs for a, b in zip(got, wanted))
+        dx, dw = self.ops.rmsnorm_dx(rounded, x, w, rstd)
+        got = self.ops.rmsnorm_dx(root, x, w, rstd, y)
+        yield "rmsnorm_dx: residual", same_bits(got[0], self.ops.add(y, dx)) and same_bits(got[1], dw)
+        d = self.s.head_dim
+        q, k, v = self.random(150, self.s.heads + 2 * self.s.kv_heads, d).split(
+            [self.s.heads, self.s.kv_heads, self.s.kv_heads], dim=1
+        )
+        cos, sin = torch.rand(2, 150, d // 2, generator=self.generator).to(self.device)
+        k_pages, v_pages = self.random(2, 10, 16, self.s.kv_heads, d)
+        slots = torch.arange(150, device=self.device)
+        rotated = self.ops.rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
+        held = same_bits(rotated, self.ops.rope(q, cos, sin))
+        held &= same_bits(k_pages.flatten(0, 1)[:150], self.ops.rope(k, cos, sin))
+        yield "rope_to_pages", held and same_bits(v_pages.flatten(0, 1)[:150], v.contiguous())
 
 
 def _paged(x: Tensor, spans: Spans, page: int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,13 @@ def check_pages(
             f"attention_decode: got {got}; takes q [B, h, d], k and v pages [P, page, hk, d] with hk "
             "dividing h, block_table int32 [B, N], lengths int64 [B]"
         )
+    laid_out = block_table.stride(1) == 1 and lengths.is_contiguous() and k_pages.stride() == v_pages.stride()
+    if not laid_out:
+        got = ", ".join(str(t.stride()) for t in (k_pages, v_pages, block_table, lengths))
+        raise ShapeError(
+            f"attention_decode: got strides {got} of k and v pages, block_table, lengths; the pages' must be "
+            "equal, rows of block_table and lengths contiguous"
+        )
     page = k_pages.shape[1]
     if page == 0 or (page % tile and tile % page):
         below = max(n for n in range(1, tile + 1) if tile % n == 0 and n <= max(page, 1))

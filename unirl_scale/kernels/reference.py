@@ -179,12 +179,21 @@ class ReferenceOps:
         rstd = torch.rsqrt((x32 * x32).sum(-1) / x.shape[-1] + eps)
         return (x32 * rstd.unsqueeze(-1) * w.float()).to(x.dtype), rstd
 
-    def rmsnorm_dx(self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        dy32, x32, r = dy.float(), x.float(), rstd.unsqueeze(-1)
+    def rmsnorm_dx(
+        self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        dy32, x32, r = dy.to(x.dtype).float(), x.float(), rstd.unsqueeze(-1)
         dyw = dy32 * w.float()
         mean = (dyw * x32).sum(-1, keepdim=True) / x.shape[-1]
-        dx = dyw * r - x32 * (r * r * r * mean)
-        return dx.to(x.dtype), dy32 * (x32 * r)
+        dx = (dyw * r - x32 * (r * r * r * mean)).to(x.dtype)
+        return dx if residual is None else residual + dx, dy32 * (x32 * r)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        return x + delta.to(x.dtype)
+
+    def add_rmsnorm(self, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.add(x, delta)
+        return y, *self.rmsnorm(y, w, eps)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
         a, b = x.float().chunk(2, dim=-1)
@@ -193,16 +202,32 @@ class ReferenceOps:
             s = -s
         return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)
 
+    def rope_to_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        k_pages.flatten(0, 1).index_copy_(0, slots, self.rope(k, cos, sin))
+        v_pages.flatten(0, 1).index_copy_(0, slots, v)
+        return self.rope(q, cos, sin)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().unbind(-2)
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
-    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> Tensor:
+    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         dy32 = dy.float()
         gate, up = gate_up.float().unbind(-2)
         sig = 1 / (1 + torch.exp(-gate))
         dgate = dy32 * up * (sig * (1 + gate * (1 - sig)))
-        return torch.stack([dgate, dy32 * (gate * sig)], dim=-2).to(gate_up.dtype)
+        dx = torch.stack([dgate, dy32 * (gate * sig)], dim=-2).to(gate_up.dtype)
+        return dx, self.swiglu(gate_up)
 
     # ---- attention --------------------------------------------------------------------------------
     def attention(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
@@ -255,6 +280,9 @@ class ReferenceOps:
         entropy: Tensor,
         grad_logprob: Tensor,
         grad_entropy: Tensor,
+        *,
+        scale: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         logp = logits - lse.unsqueeze(1)
         p = torch.exp(logp)
@@ -265,7 +293,7 @@ class ReferenceOps:
         width = logits.shape[1] // leaves
         for i, columns in enumerate(valid):
             grad[:, i * width + columns : (i + 1) * width] = 0
-        return grad
+        return (grad * scale).to(dtype)
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         _expect(

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from unirl_scale.kernels.spans import Spans
@@ -83,20 +84,55 @@ class OpTable(Protocol):
         once."""
         ...
 
-    def rmsnorm_dx(self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (dx dt [..., H], per-row weight gradient dy * x * rstd, fp32 [..., H])."""
+    def rmsnorm_dx(
+        self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """dy [..., H] dt, or the fp32 root of a sum, rounded to dt first -> (dx dt [..., H], per-row weight
+        gradient dy * x * rstd, fp32 [..., H]). With a residual [..., H] dt: residual + dx, dx rounded
+        before."""
+        ...
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Residual connection. x [..., H] dt, delta [..., H] dt, or the fp32 root of a sum, rounded to dt
+        first -> x + delta, dt."""
+        ...
+
+    def add_rmsnorm(self, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """y = `add(x, delta)` and its `rmsnorm` -> (y, normed, rstd)."""
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate halves. x [T, h, d] dt, cos/sin fp32 [T, d/2] of each token's position -> [T, h, d] dt."""
         ...
 
+    def rope_to_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Decode: `rope` of q is returned, `rope` of k and v itself go to the cache.
+
+        Args:
+            q: [B, h, d] dt. k, v: [B, hk, d] dt. Views with contiguous d.
+            cos, sin: fp32 [B, d/2].
+            k_pages, v_pages: [P, page, hk, d] dt.
+            slots: int64 [B], rows counted over all pages.
+        """
+        ...
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, L, 2, f] dt -> silu(gate) * up, [T, L, f] dt; fp32 inside, one rounding."""
         ...
 
-    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> Tensor:
-        """[T, L, f], [T, L, 2, f] -> [T, L, 2, f] dt."""
+    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, L, f], [T, L, 2, f] -> (gradient [T, L, 2, f] dt, `swiglu(gate_up)` again: it is cheaper to
+        compute here than to keep)."""
         ...
 
     # ---- attention --------------------------------------------------------------------------------
@@ -165,10 +201,13 @@ class OpTable(Protocol):
         entropy: Tensor,
         grad_logprob: Tensor,
         grad_entropy: Tensor,
+        *,
+        scale: float,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) w.r.t. logits, fp32 [T, L*v]:
-        p = exp(x - lse); grad_logprob * (1[target] - p) - grad_entropy * p * (x - lse + entropy);
-        padded columns get 0."""
+        """Gradient of sum(grad_logprob * logprob + grad_entropy * entropy) w.r.t. logits / scale, [T, L*v]:
+        p = exp(x - lse); grad_logprob * (1[target] - p) - grad_entropy * p * (x - lse + entropy), times
+        scale, in fp32, rounded once to `dtype`; padded columns get 0."""
         ...
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:

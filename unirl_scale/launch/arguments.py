@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unirl_scale import __version__
@@ -19,12 +21,21 @@ _OVERRIDES = (
 _STATUS = "exit status: 0 done or equal, 1 failed or different, 2 bad input, 130 stopped by Ctrl-C"
 
 
+_SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command; exits with status 2 where they are wrong."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positionals in one stretch only; `train CONFIG a=1 --nproc 2 b=2` leaves b=2 here.
     settings = [text for text in rest if "=" in text and not text.startswith("-")]
+    # `--topology a b mesh.actor.tp=2` takes the setting for a third file.
+    files = getattr(args, "topology", None) or []
+    taken = [text for text in files if _SETTING.match(text) and not Path(text).exists()]
+    if taken and hasattr(args, "overrides"):
+        args.topology = [text for text in files if text not in taken]
+        settings, rest = [*taken, *settings], [*taken, *rest]
     if len(settings) < len(rest) or (settings and not hasattr(args, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if settings:
@@ -115,12 +126,7 @@ def _launch(commands: _Commands) -> None:
         help="files of the machine: the collective library is set for it, and a SLURM job plans itself on "
         "the nodes it got",
     )
-    add(
-        "--product",
-        default="",
-        metavar="NAME",
-        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
-    )
+    _add_product(parser)
     _slurm_options(parser.add_argument_group("slurm"))
     mpirun = parser.add_argument_group("mpirun")
     mpirun.add_argument("--hosts", default="", metavar="A,B", help="hosts, one a node (default: this one)")
@@ -181,7 +187,12 @@ def _plan(commands: _Commands) -> None:
         help="ranks to plan for; where the meshes span others, the best layout is searched",
     )
     add("--search", type=_natural, default=0, metavar="N", help="print the N best layouts and plan the first")
-    add("--accelerator", default="", metavar="NAME", help="h100, h200, a100: predicts times and MFU")
+    add(
+        "--accelerator",
+        default="",
+        metavar="NAME",
+        help="a100, a100-40, h100, h200, b200, gb200 or 910c: predicts times and MFU",
+    )
     add("--memory", type=_positive, metavar="GIB", help="a rank may use (default: the accelerator's)")
     add("--devices-per-node", type=_positive, metavar="N", help="where no file says")
     add(
@@ -191,7 +202,7 @@ def _plan(commands: _Commands) -> None:
         help="devices short of links",
     )
     add("--out", default="", metavar="FILE", help="write the plan, .yaml or .json")
-    add("--draw", default="", metavar="FILE", help="draw the machine and its groups, .svg")
+    add("--draw", default="", metavar="FILE", help="draw the machine and its groups, .svg or .png")
     add("--draw-axis", choices=("tp", "dp", "pp"), default="pp", help="what the colours show (default pp)")
     add("--hosts", default="", metavar="FILE", help="write a host file")
     add(
@@ -202,12 +213,7 @@ def _plan(commands: _Commands) -> None:
     )
     add("--rank-table", default="", metavar="FILE", help="write an HCCL rank table")
     add("--exports", default="", metavar="FILE", help="write `export` lines for NCCL or HCCL")
-    add(
-        "--product",
-        default="",
-        metavar="NAME",
-        help="Ascend product: 910, A2, A3, 950 (default: as files show)",
-    )
+    _add_product(parser)
     add("--quiet", action="store_true", help="print no table")
 
 
@@ -295,6 +301,11 @@ def _config(commands: _Commands) -> None:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+
+def _add_product(parser: argparse.ArgumentParser) -> None:
+    what = "Ascend product: 910, A2, A3, 950 (default: as files show)"
+    parser.add_argument("--product", default="", metavar="NAME", help=what)
 
 
 def _positive(text: str) -> int:

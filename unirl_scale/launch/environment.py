@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 
+from unirl_scale.core.config import HardwareConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch.ranks import LOCAL_MARK
@@ -54,7 +55,7 @@ def _c_names() -> list[str]:
 
 
 def device_environment(
-    vendor: str, info: RankInfo, environ: Mapping[str, str], planned: int | None = None
+    hardware: HardwareConfig, info: RankInfo, environ: Mapping[str, str], planned: int | None = None
 ) -> dict[str, str]:
     """The one device that this rank sees, as its device 0; must be set before torch is loaded.
 
@@ -62,7 +63,8 @@ def device_environment(
     rank's own (`srun --gpus-per-task=1`); the pre-flight refuses two ranks on one device.
 
     Args:
-        vendor: `hardware.vendor`; "cpu" has no devices.
+        hardware: vendor "cpu" has no devices. With `transport: host` more ranks than devices take turns, and
+            where nothing says which devices are visible, all ranks share device 0.
         info: this rank.
         environ: what is set already.
         planned: number of the device among those of the host, where a plan gives one.
@@ -70,16 +72,18 @@ def device_environment(
     Raises:
         ConfigError: fewer devices are visible than ranks are on this host.
     """
-    if vendor not in VISIBLE_DEVICES:
+    if hardware.vendor not in VISIBLE_DEVICES:
         return {}
-    variable = VISIBLE_DEVICES[vendor]
-    given = environ.get(variable)
+    variable = VISIBLE_DEVICES[hardware.vendor]
+    given, shared = environ.get(variable), hardware.transport == "host" and planned is None
     number = info.local_rank if planned is None else planned
     if given is None:
-        return {variable: str(number)}
+        return {variable: "0" if shared else str(number)}
     visible = [name.strip() for name in given.split(",") if name.strip()]
     if len(visible) == 1:
         return {}
+    if shared and visible:
+        return {variable: visible[number % len(visible)]}
     if len(visible) < max(info.local_world_size, number + 1):
         raise ConfigError(
             f"{variable}: got {given!r} for {info.local_world_size} ranks on this host; must list a device "

@@ -13,6 +13,15 @@ from unirl_scale.core.errors import ConfigError
 from unirl_scale.launch.shrinking import Layout
 
 Scheduler = Literal["slurm", "mpirun", "torchrun"]
+NEXT_ATTEMPT = """\
+for ((attempt = 0; attempt <= restarts; attempt++)); do
+  if ((attempt)); then # a lost node is noticed late
+    sleep "$pause" &
+    wait "$!"
+    pause=$((2 * pause))
+  fi
+  [[ -z $ending ]] || break"""
+"""Head of a script's loop, in bash: longer and longer pauses, and none once the job is ending."""
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -34,6 +43,7 @@ class Job:
             node late.
         planner: command that plans the job on nodes whose names are in the file that is put behind it; () =
             nodes in the scheduler's order.
+        elastic: ranks that live on go on without those that were lost; ranks beyond the layout's are spares.
     """
 
     name: str
@@ -47,6 +57,7 @@ class Job:
     restarts: int = 0
     pause_s: int = 15
     planner: tuple[str, ...] = ()
+    elastic: bool = False
 
     @property
     def nodes(self) -> int:

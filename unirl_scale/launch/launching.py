@@ -125,7 +125,9 @@ def make_job(request: LaunchRequest, environ: Mapping[str, str]) -> Job:
         ),
         restarts=request.restarts,
         pause_s=request.pause_s,
-        planner=_planner(request, per_node),
+        # A plan is for one world; the ranks of an elastic job come and go.
+        planner=() if cfg.elastic.enabled else _planner(request, per_node),
+        elastic=cfg.elastic.enabled,
     )
 
 

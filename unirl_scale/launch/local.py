@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unirl_scale.launch.environment import local_rank_environment
@@ -27,10 +27,16 @@ SETTLE_S = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the ranks ended. With neither failure nor signal all of them returned 0."""
+    """How the ranks ended. With neither failure nor signal all of them returned 0.
+
+    Attributes:
+        signum: the signal that stopped the launcher.
+        last_words: of the ranks that it stopped: what they could still save.
+    """
 
     failure: Failure | None = None
-    signum: int | None = None  # the signal that stopped the launcher
+    signum: int | None = None
+    last_words: str = ""
 
     @property
     def status(self) -> int:
@@ -65,6 +71,7 @@ def run_local(
     log_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unirl-scale-") as reports, Signals() as signals:
         ranks: list[LocalRank] = []
+        outcome = Outcome()
         try:
             port = free_port()
             for rank in range(world_size):
@@ -79,10 +86,24 @@ def run_local(
                     break
                 time.sleep(POLL_S)
             if signals.received:
-                return Outcome(signum=signals.received[0])
-            if any(rank.failed for rank in ranks):
+                outcome = Outcome(signum=signals.received[0])
+            elif any(rank.failed for rank in ranks):
                 time.sleep(SETTLE_S)
-                return Outcome(failure=first_failure(ranks))
-            return Outcome()
+                outcome = Outcome(failure=first_failure(ranks))
         finally:
             end_all(ranks, signals, grace_after(signals, grace_s))
+        return with_last_words(outcome, ranks)
+
+
+def with_last_words(outcome: Outcome, ranks: Sequence[LocalRank]) -> Outcome:
+    """What ranks that were stopped by a signal reported, once they have ended; others did not get to it."""
+    if outcome.signum is None or all(rank.report is None for rank in ranks):
+        return outcome
+    words = {
+        rank.rank: rank.report.message.splitlines()[0] if rank.report else "had to be killed"
+        for rank in ranks
+        if rank.returncode != 0
+    }
+    if len(set(words.values())) == 1:
+        return replace(outcome, last_words=f"every rank: {next(iter(words.values()))}")
+    return replace(outcome, last_words="\n".join(f"rank {rank}: {said}" for rank, said in words.items()))

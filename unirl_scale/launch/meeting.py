@@ -71,6 +71,7 @@ class Meeting:
     def _facts(self, equal: Mapping[str, str]) -> Facts:
         cfg, info, environ = self._cfg, self._info, self._environ
         vendor, host = cfg.hardware.vendor, socket.gethostname()
+        owned = vendor in VISIBLE_DEVICES and cfg.hardware.transport == "vendor"
         leads = info.local_rank == 0
         base = int(environ.get("HCCL_IF_BASE_PORT", "60000"))
         ports = range(base, base + _HCCL_PORTS) if vendor == "npu" and leads else ()
@@ -80,7 +81,7 @@ class Meeting:
             host=host,
             machine=_machine(host),
             leads=leads,
-            device=environ.get(VISIBLE_DEVICES[vendor], "") if vendor in VISIBLE_DEVICES else "",
+            device=environ.get(VISIBLE_DEVICES[vendor], "") if owned else "",
             problems=[taken] if taken else (),
             unreachable=name_problem(host, resolve) if by_name else "",
             equal={

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import Template
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.launch.job import Job, array, exports, header
+from unirl_scale.launch.job import NEXT_ATTEMPT, Job, array, exports, header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,7 @@ def mpirun_script(job: Job, options: MpirunOptions) -> str:
         folder=shlex.quote(job.folder),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
+        next_attempt=NEXT_ATTEMPT,
         pause_s=job.pause_s,
         grace_s=options.grace_s,
     )
@@ -93,13 +94,7 @@ trap 'leave INT' INT
 trap 'leave TERM' TERM
 
 status=1
-for ((attempt = 0; attempt <= restarts; attempt++)); do
-  if ((attempt)); then # a lost node is noticed late
-    sleep "$$pause" &
-    wait "$$!"
-    pause=$$((2 * pause))
-  fi
-  [[ -z $$ending ]] || break
+${next_attempt}
   out="$$logs/attempt-$$attempt"
   mkdir -p "$$out"
   "$${mpirun[@]}" --output-filename "$$out" "$${train[@]}" &

@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from unirl_scale.comm.cost_fit import Fit
 from unirl_scale.comm.plan_machine import survey
-from unirl_scale.comm.probe import Probed, evaluate, probe_rounds, probed_topology
+from unirl_scale.comm.probe import evaluate, probe_groups, probe_rounds, probed_topology
 from unirl_scale.comm.topology import Box, Link, Topology, make_box, merge, read_topology, write_yaml
 from unirl_scale.comm.topology.model import Vendor
+from unirl_scale.core.config import HardwareConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.ranks import RankInfo
 from unirl_scale.launch import environment
@@ -84,18 +84,18 @@ def _probe_rank(command: ProbeCommand, info: RankInfo, environ: Mapping[str, str
         raise ConfigError("probe: got one rank; must have two or more to exchange; hint: --nproc 2")
     base = merge([read_topology(path) for path in command.topology]) if command.topology else None
     environment.hide_mpi()
-    environment.apply(environment.device_environment(command.vendor, info, environ))
+    hardware = HardwareConfig(vendor=command.vendor)
+    environment.apply(environment.device_environment(hardware, info, environ))
     import torch
 
     from unirl_scale.comm.groups import connect
     from unirl_scale.comm.probe import PROBE_SIZES
-    from unirl_scale.comm.probe_ranks import probe
-    from unirl_scale.train.loop import BACKENDS
+    from unirl_scale.comm.probe_ranks import probe, probe_collectives
+    from unirl_scale.train.setup import transport
 
     timeout = timedelta(minutes=10)
-    device = torch.device("cpu") if command.vendor == "cpu" else torch.device(command.vendor, 0)
     store = open_store(info, environment.current(), timeout)
-    backend = BACKENDS[command.vendor]
+    backend, device = transport(hardware)
     with connect(info.rank, info.world_size, backend, store=store, timeout=timeout, device=device) as factory:
         hosts = factory.world.all_gather_object(environ.get("SLURMD_NODENAME") or socket.gethostname())
         topology = base or hosts_topology(hosts, _VENDORS[command.vendor])
@@ -107,21 +107,28 @@ def _probe_rank(command: ProbeCommand, info: RankInfo, environ: Mapping[str, str
             repeats=command.repeats,
             synchronize=synchronize,
         )
+        groups = probe_collectives(
+            factory,
+            probe_groups(hosts),
+            sizes=command.sizes or PROBE_SIZES,
+            repeats=command.repeats,
+            synchronize=synchronize,
+        )
     if info.rank:
         return
     probed = evaluate(samples)
-    measured = probed_topology(topology, probed)
+    measured = probed_topology(topology, probed, groups)
     survey(measured)  # refuses what `plan` would refuse later
     Path(command.out).write_text(write_yaml(measured))
-    console.table([("link", "alpha us", "GB/s", "mean error"), *(_row(p) for p in probed)])
+    links = [*(p.link() for p in probed), *(g.link() for g in groups)]
+    console.table([("link", "alpha us", "GB/s", "from"), *(_row(link) for link in links)])
     for note in (text for p in probed for text in p.slow):
         console.line(f"slow: {note}")
     console.line(f"wrote {command.out}")
 
 
-def _row(probed: Probed) -> tuple[str, ...]:
-    fit: Fit = probed.fit
-    return probed.kind, f"{fit.base_us:.1f}", f"{fit.gb_per_s:.3g}", f"{100 * fit.mean_error:.1f} %"
+def _row(link: Link) -> tuple[str, ...]:
+    return link.kind, f"{link.alpha_us:.1f}", f"{link.beta_gb_per_s:.3g}", link.source
 
 
 def hosts_topology(hosts: Sequence[str], vendor: Vendor) -> Topology:

@@ -148,31 +148,25 @@ def _torchrun(environ: Environ) -> _Claim | None:
 def _openmpi(environ: Environ) -> _Claim | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    read = partial(_number, environ, "Open MPI")
-    world, local_world = read("OMPI_COMM_WORLD_SIZE"), read("OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _Claim(
-        launcher="openmpi",
-        rank=read("OMPI_COMM_WORLD_RANK"),
-        world_size=world,
-        local_rank=read("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_world_size=local_world,
-        # OMPI_COMM_WORLD_NODE_RANK counts processes on this node over all jobs; it is not the node's number.
-        node_rank=_single_node(world, local_world),
-        one_a_node=local_world == 1,
-    )
+    # OMPI_COMM_WORLD_NODE_RANK counts processes on this node over all jobs; it is not the node's number.
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _mpi("openmpi", *(_number(environ, "Open MPI", name) for name in names))
 
 
 def _mpich(environ: Environ) -> _Claim | None:
     # `srun --mpi=pmi2` sets PMI_RANK too, without Hydra's local ranks; that process is SLURM's.
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
-    read = partial(_number, environ, "MPICH")
-    world, local_world = read("PMI_SIZE"), read("MPI_LOCALNRANKS")
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _mpi("mpich", *(_number(environ, "MPICH", name) for name in names))
+
+
+def _mpi(launcher: Launcher, rank: int, world: int, local_rank: int, local_world: int) -> _Claim:
     return _Claim(
-        launcher="mpich",
-        rank=read("PMI_RANK"),
+        launcher=launcher,
+        rank=rank,
         world_size=world,
-        local_rank=read("MPI_LOCALRANKID"),
+        local_rank=local_rank,
         local_world_size=local_world,
         node_rank=_single_node(world, local_world),
         one_a_node=local_world == 1,

@@ -1,4 +1,8 @@
-"""The layout for the nodes that are left: the same model parallelism, fewer data-parallel replicas."""
+"""The layout for the nodes that are left: the same model parallelism, fewer data-parallel replicas.
+
+core/relayout.py, for ranks that are lost while a job runs, may cut the model anew and moves every role to
+rank 0. A batch job that starts again keeps both, and with them what a rank needs of memory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A batch script for SLURM: the request, the environment, and a loop that starts the ranks until they finish.
 
 The loop is for what SLURM does not do by itself: start again on the nodes that still answer, on a smaller
-layout if need be, and go back into the queue before the time limit ends the job.
+layout if need be, and go back into the queue before the time limit ends the job. The ranks of an elastic job
+outlive each other: SLURM must not end a step for a rank or node that it lost; spare nodes run spare ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from string import Template
 
 from unirl_scale.core.errors import ConfigError
-from unirl_scale.launch.job import Job, array, exports, header, layout_cases
+from unirl_scale.launch.job import NEXT_ATTEMPT, Job, array, exports, header, layout_cases
+from unirl_scale.launch.shrinking import Layout
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _SWITCHES = re.compile(r"[1-9]\d*(?:@[\d:-]+)?")
@@ -58,6 +60,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         ConfigError: an option that SLURM or the job's size rules out.
     """
     _check(job, options)
+    layouts = [*(_spare_layouts(job, options) if job.elastic else ()), *job.layouts]
     directives = "\n".join(f"#SBATCH {option}" for option in _directives(job, options))
     return _SCRIPT.substitute(
         header=header(job, "submit with sbatch."),
@@ -69,12 +72,21 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         place=_PLACE_PLANNED if job.planner else _PLACE_IN_ORDER.format(ranks_per_node=job.ranks_per_node),
         logs=shlex.quote(job.log_dir),
         restarts=job.restarts,
+        next_attempt=NEXT_ATTEMPT,
         pause_s=job.pause_s,
         cpus_per_rank=options.cpus_per_rank,
-        cases=layout_cases(job.layouts),
-        most=job.nodes,
+        ending=_OUTLIVE if job.elastic else _TOGETHER,
+        cases=layout_cases(layouts),
+        most=layouts[0].nodes,
         fewest=job.layouts[-1].nodes,
     )
+
+
+def _spare_layouts(job: Job, options: SlurmOptions) -> list[Layout]:
+    """The full layout with spare ranks on 1, 2, ... spare nodes, most first."""
+    each = job.ranks_per_node
+    counts = range(job.nodes + options.spare_nodes, job.nodes, -1)
+    return [Layout(nodes=nodes, ranks=nodes * each) for nodes in counts]
 
 
 def _directives(job: Job, options: SlurmOptions) -> list[str]:
@@ -152,6 +164,8 @@ def _seconds(time: str) -> int:
     return (days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
+_TOGETHER = "--kill-on-bad-exit=1 --wait=60"  # the others end with the first rank that fails
+_OUTLIVE = "--kill-on-bad-exit=0 --wait=0 --no-kill"
 _PLACE_IN_ORDER = """\
 place() {{ # node after node, in SLURM's order
   where=(--nodelist="$2" --ntasks-per-node={ranks_per_node} --distribution=block)
@@ -213,7 +227,7 @@ run_ranks() { # one attempt; sets status
     return
   }
   srun --nodes="$$nodes" --ntasks="$$ranks" "$${where[@]}" \
-    --cpus-per-task=${cpus_per_rank} --mpi=none --kill-on-bad-exit=1 --wait=60 \
+    --cpus-per-task=${cpus_per_rank} --mpi=none ${ending} \
     --unbuffered --output="$$out/rank-%t.log" "$${train[@]}" "$${overrides[@]}" "$${use[@]}" &
   step=$$!
   while kill -0 "$$step" 2>/dev/null; do wait "$$step"; done # a trapped signal ends wait early
@@ -222,13 +236,7 @@ run_ranks() { # one attempt; sets status
 }
 
 status=1
-for ((attempt = 0; attempt <= restarts; attempt++)); do
-  if ((attempt)); then # a lost node is noticed late
-    sleep "$$pause" &
-    wait "$$!"
-    pause=$$((2 * pause))
-  fi
-  [[ -z $$ending ]] || break
+${next_attempt}
   mapfile -t live < <(live_nodes)
   if ! layout "$${#live[@]}"; then
     say "$${#live[@]} nodes answer, at least ${fewest} are needed"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unirl_scale.launch.environment import local_rank_environment
-from unirl_scale.launch.local import SETTLE_S, Outcome
+from unirl_scale.launch.local import SETTLE_S, Outcome, with_last_words
 from unirl_scale.launch.local_rank import (
     POLL_S,
     LocalRank,
@@ -70,9 +70,9 @@ def supervise(job: Job) -> Outcome:
                 if outcome is not None:
                     return outcome
                 time.sleep(POLL_S)
-            return Outcome(signum=signals.received[0])
         finally:
             end_all(ranks.all, signals, grace_after(signals, job.grace_s))
+        return with_last_words(Outcome(signum=signals.received[0]), ranks.all)
 
 
 class _Ranks:
@@ -146,6 +146,9 @@ class _Ranks:
         if self._together[0] == progress:
             restarts = self._together[1]
         self._together = (progress, restarts + 1)
+        if self._job.restart and restarts >= self._job.max_restarts:
+            times = f"{restarts + 1} times in a row without a step completed in between"
+            self._job.say(f"all ranks were lost {times}; not started again")
         return self._job.restart and restarts < self._job.max_restarts
 
     def _schedule(self, rank: LocalRank, *, at_once: bool) -> None:

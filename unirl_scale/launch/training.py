@@ -95,6 +95,8 @@ def show_outcome(outcome: Outcome, console: Console, prefix: str = "") -> None:
     """Say why the ranks did not finish; nothing when they did."""
     if outcome.signum is not None:
         console.error(f"{prefix}stopped by {signal.Signals(outcome.signum).name}; every rank has ended")
+        if outcome.last_words:
+            console.detail(outcome.last_words)
     elif outcome.failure is not None:
         failure = outcome.failure
         show_error(console, f"{prefix}rank {failure.rank}: {failure.message}", failure.detail)
@@ -138,9 +140,11 @@ def train_local(
         return supervise(job)
 
 
-def _claimed(cfg: RunConfig, run_dir: RunDir, *, overwrite: bool) -> AbstractContextManager[None]:
+def _claimed(
+    cfg: RunConfig, run_dir: RunDir, *, overwrite: bool, job: str = ""
+) -> AbstractContextManager[bool]:
     resume = cfg.checkpoint.resume != "never"
-    return claim(run_dir, checkpoint_dir(cfg), overwrite=overwrite, resume=resume)
+    return claim(run_dir, checkpoint_dir(cfg), overwrite=overwrite, resume=resume, job=job)
 
 
 def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str], console: Console) -> None:
@@ -151,7 +155,7 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     environment.apply(environment.numeric_environment(environ, hardware.threads))
     plan = _read_plan(request.plan)
     device = int(plan.device[info.rank]) if plan is not None and info.rank < plan.world_size else None
-    environment.apply(environment.device_environment(hardware.vendor, info, environ, device))
+    environment.apply(environment.device_environment(hardware, info, environ, device))
     cfg = read_legal(request.config, request.overrides)
     if not cfg.elastic.enabled:
         require_legal(cfg, info.world_size, request.config)
@@ -161,9 +165,11 @@ def _train_rank(request: TrainRequest, info: RankInfo, environ: Mapping[str, str
     if info.launcher == "local" or info.rank != 0:  # held by our launcher, or by rank 0
         _run_loop(cfg, run_dir, info, console, plan)
         return
-    with _claimed(cfg, run_dir, overwrite=request.overwrite):
-        write_config(run_dir, dump(cfg))
-        write_versions(run_dir, {})
+    job = info.job if cfg.elastic.enabled else ""
+    with _claimed(cfg, run_dir, overwrite=request.overwrite, job=job) as first:
+        if first:
+            write_config(run_dir, dump(cfg))
+            write_versions(run_dir, {})
         _run_loop(cfg, run_dir, info, console, plan)
 
 

@@ -68,7 +68,6 @@ class Saved:
     rstd2: Tensor
     n2: Tensor  # full rows
     gate_up: Tensor
-    act: Tensor
 
 
 class Block:
@@ -92,38 +91,44 @@ class Block:
         n1 = self._gather(n1_own, packed)
         qkv = self.project_qkv(n1, rope)
         o, lse = self.ops.attention(qkv.q, qkv.k, qkv.v, packed.spans, self.scale)
-        x2 = x + self._reduce(self.attention_out(o), packed)
-        n2_own, rstd2 = self.ops.rmsnorm(x2, self.w["ffn_norm"], self.model.norm_eps)
+        x2, n2_own, rstd2 = self._add_norm(x, self._reduce(self.attention_out(o), packed))
         n2 = self._gather(n2_own, packed)
         gate_up, act = self.feed_forward(n2)
-        y = x2 + self._reduce(self._down(act), packed)
-        return y, Saved(x, rstd1, n1, qkv, o, lse, x2, rstd2, n2, gate_up, act)
+        y = self.ops.add(x2, self._reduce(self._down(act), packed))
+        return y, Saved(x, rstd1, n1, qkv, o, lse, x2, rstd2, n2, gate_up)
 
     def prefill(self, x: Tensor, spans: Spans, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rollout over whole prompts: x [T, H] -> (y, k, v [T, kv heads here, d])."""
-        qkv = self._normed_qkv(x, rope)
+        n1, _ = self.ops.rmsnorm(x, self.w["attn_norm"], self.model.norm_eps)
+        qkv = self.project_qkv(n1, rope)
         o, _ = self.ops.attention(qkv.q, qkv.k, qkv.v, spans, self.scale)
         return self._finish_rows(x, o), qkv.k, qkv.v
 
     def decode(self, x: Tensor, rope: Rope, pages: LayerPages, at: CachedRows) -> Tensor:
         """One new token of each of B samples, x [B, H]; writes its k and v to the cache."""
-        qkv = self._normed_qkv(x, rope)
-        pages.write(at.slots, qkv.k, qkv.v)
-        o = self.ops.attention_decode(qkv.q, pages.k, pages.v, at.table, at.lengths, self.scale)
+        n1, _ = self.ops.rmsnorm(x, self.w["attn_norm"], self.model.norm_eps)
+        qkv = self._normed_qkv(n1)
+        q = self.ops.rope_to_pages(qkv.q, qkv.k, qkv.v, rope.cos, rope.sin, pages.k, pages.v, at.slots)
+        o = self.ops.attention_decode(q, pages.k, pages.v, at.table, at.lengths, self.scale)
         return self._finish_rows(x, o)
 
-    def _normed_qkv(self, x: Tensor, rope: Rope) -> Qkv:
-        n1, _ = self.ops.rmsnorm(x, self.w["attn_norm"], self.model.norm_eps)
-        return self.project_qkv(n1, rope)
-
     def _finish_rows(self, x: Tensor, o: Tensor) -> Tensor:
-        x2 = x + self.ctx.all_reduce(self.attention_out(o))
-        n2, _ = self.ops.rmsnorm(x2, self.w["ffn_norm"], self.model.norm_eps)
+        x2, n2, _ = self._add_norm(x, self.ctx.all_reduce(self.attention_out(o)))
         _, act = self.feed_forward(n2)
-        return x2 + self.ctx.all_reduce(self._down(act))
+        return self.ops.add(x2, self.ctx.all_reduce(self._down(act)))
+
+    def _add_norm(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first residual connection and the norm before the feed-forward: (x2, n2, rstd2)."""
+        return self.ops.add_rmsnorm(x, delta, self.w["ffn_norm"], self.model.norm_eps)
 
     def project_qkv(self, n1: Tensor, rope: Rope) -> Qkv:
         """[T, H] -> q [T, heads here, d], k and v [T, kv heads here, d], normed and rotated."""
+        qkv = self._normed_qkv(n1)
+        qkv.q, qkv.k = (self.ops.rope(t, rope.cos, rope.sin) for t in (qkv.q, qkv.k))
+        return qkv
+
+    def _normed_qkv(self, n1: Tensor) -> Qkv:
+        """`project_qkv` before the rotation."""
         rows, d = n1.shape[0], self.model.head_dim
         fused = self.ops.linear(n1, self.w["qkv"], self.w.get("qkv_bias"))
         fused = fused.view(rows, -1, self.q_heads + 2 * self.kv_heads, d)
@@ -134,7 +139,6 @@ class Block:
         if self.model.qk_norm:
             q, q_rstd = self.ops.rmsnorm(raw_q, self.w["q_norm"], self.model.norm_eps)
             k, k_rstd = self.ops.rmsnorm(raw_k, self.w["k_norm"], self.model.norm_eps)
-        q, k = self.ops.rope(q, rope.cos, rope.sin), self.ops.rope(k, rope.cos, rope.sin)
         return Qkv(raw_q, raw_k, q_rstd, k_rstd, q, k, v)
 
     def attention_out(self, o: Tensor) -> Tensor:
@@ -157,24 +161,18 @@ class Block:
     def backward(self, dy: Tensor, saved: Saved, packed: Packed, rope: Rope, grads: Tensors) -> Tensor:
         """dy [T or t, H] -> dx; adds this micro-batch's weight gradients into `grads` (fp32, `weights`'
         shapes)."""
-        dx2 = dy + self._norm_backward(
-            self._ffn_backward(dy, saved, packed, grads), saved.x2, saved.rstd2, "ffn_norm", packed, grads
-        )
-        return dx2 + self._norm_backward(
-            self._attention_backward(dx2, saved, packed, rope, grads),
-            saved.x,
-            saved.rstd1,
-            "attn_norm",
-            packed,
-            grads,
-        )
+        dn2 = self._ffn_backward(dy, saved, packed, grads)
+        dx2 = self._norm_backward(dn2, dy, saved.x2, saved.rstd2, "ffn_norm", packed, grads)
+        dn1 = self._attention_backward(dx2, saved, packed, rope, grads)
+        return self._norm_backward(dn1, dx2, saved.x, saved.rstd1, "attn_norm", packed, grads)
 
     def _ffn_backward(self, dy: Tensor, saved: Saved, packed: Packed, grads: Tensors) -> Tensor:
         full = self._gather(dy, packed)
         dact = self.ops.row_linear_dx(full, self.w["ffn_down"])
-        self.ops.row_linear_dw(full, saved.act, packed.spans, grads["ffn_down"])
-        shape = saved.gate_up.shape
-        dgu = self.ops.swiglu_dx(dact.view(shape[0], shape[1], shape[3]), saved.gate_up).flatten(1)
+        rows, leaves, _, width = saved.gate_up.shape
+        dgu, act = self.ops.swiglu_dx(dact.view(rows, leaves, width), saved.gate_up)
+        self.ops.row_linear_dw(full, act.flatten(1), packed.spans, grads["ffn_down"])
+        dgu = dgu.flatten(1)
         self.ops.linear_dw(dgu, saved.n2, packed.spans, grads["gate_up"])
         return self._dx(dgu, "gate_up", packed)
 
@@ -204,11 +202,11 @@ class Block:
         return self._reduce(nodes, packed)
 
     def _norm_backward(
-        self, dn: Tensor, x: Tensor, rstd: Tensor, name: str, packed: Packed, grads: Tensors
+        self, dn: Tensor, beside: Tensor, x: Tensor, rstd: Tensor, name: str, packed: Packed, grads: Tensors
     ) -> Tensor:
-        dx, rows = self.ops.rmsnorm_dx(dn, x, self.w[name], rstd)
-        if not self.ctx.sequence_parallel:
-            rows = rows.index_select(0, packed.own_rows)
+        """Gradient of the residual stream before a norm: `beside`, which passes it by, plus what passes
+        through."""
+        dx, rows = self.ops.rmsnorm_dx(dn, x, self.w[name], rstd, beside)
         add_token_blocks(self.ctx, rows, packed, grads[name])
         return dx
 
@@ -244,9 +242,18 @@ def gather_rows(context: ParallelContext, x: Tensor, packed: Packed) -> Tensor:
     return full if packed.gather_index is None else full.index_select(0, packed.gather_index)
 
 
+def own_rows(context: ParallelContext, x: Tensor, packed: Packed) -> Tensor:
+    """Inverse of `gather_rows`: all rows -> under sequence parallelism this rank's, otherwise x itself."""
+    if not context.sequence_parallel or packed.own_rows is None:
+        return x
+    return x.index_select(0, packed.own_rows)
+
+
 def add_token_blocks(context: ParallelContext, rows: Tensor, packed: Packed, out: Tensor) -> None:
-    """Per-row weight gradients fp32 [T / tp, H] of this rank's token blocks -> out [L, H], sample by
-    sample."""
+    """Per-row weight gradients fp32, of all rows [T, H] or under sequence parallelism of this rank's token
+    blocks [T / tp, H] -> out [L, H], sample by sample."""
+    if not context.sequence_parallel and packed.own_rows is not None:
+        rows = rows.index_select(0, packed.own_rows)
     leaves, start = len(context.local_leaves), 0
     for n in packed.own_lengths:
         blocks = rows[start : start + n].view(leaves, n // leaves, -1)

@@ -52,15 +52,17 @@ class ParallelContext:
         return self.tp_reducer.local_nodes
 
     def all_reduce(self, nodes: Tensor) -> Tensor:
-        """fp32 [n, M, N] nodes of this rank -> the whole sum [M, N] in dtype, on every tp rank."""
-        return self.tp_reducer.all_reduce(nodes, dtype=self.dtype)
+        """fp32 [n, M, N] nodes of this rank -> the whole sum [M, N] on every tp rank: in dtype, or where
+        nothing travels the fp32 root, which the op that reads it rounds."""
+        return self.tp_reducer.all_reduce(nodes, dtype=self.dtype if self.tp.size > 1 else None)
 
     def reduce_scatter(self, nodes: Tensor) -> Tensor:
-        """fp32 [n, M, N], rows in rank-major order -> this rank's M / tp rows of the sum, in dtype."""
+        """fp32 [n, M, N], rows in rank-major order -> this rank's M / tp rows of the sum, fp32: the op that
+        reads them rounds."""
         _, rows, width = nodes.shape
         mine = rows // self.tp.size
         flat = self.tp_reducer.reduce_scatter(nodes.flatten(1), [mine * width] * self.tp.size)
-        return flat.view(mine, width).to(self.dtype)
+        return flat.view(mine, width)
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
         """[m, ...] of each tp rank -> [tp * m, ...], rank-major."""

@@ -104,8 +104,8 @@ class DecodeStep:
         return self._sample(places, x, uniforms, options)
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        """To the device without waiting for what runs there."""
-        host = torch.from_numpy(array)
+        """To the device without waiting for what runs there; rows are contiguous there."""
+        host = torch.from_numpy(np.ascontiguousarray(array))
         return (
             host
             if self.ctx.device.type == "cpu"
@@ -135,6 +135,6 @@ def rows_array(numbers: Sequence[int], lengths: Sequence[int], table: NDArray[np
         lengths: tokens of each, with the one that is fed.
         table: [B, N], pages of each.
     """
-    head = np.array((numbers, lengths), dtype=np.int32).T
-    head[:, 0] += 1
-    return np.concatenate((head, table), axis=1)
+    rows = np.empty((len(numbers), HEAD_COLUMNS + table.shape[1]), dtype=np.int32)
+    rows[:, 0], rows[:, 1], rows[:, HEAD_COLUMNS:] = np.asarray(numbers) + 1, lengths, table
+    return rows

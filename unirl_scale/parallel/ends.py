@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl_scale.core.config import ModelConfig
-from unirl_scale.parallel.block import Tensors, add_token_blocks, gather_rows
+from unirl_scale.parallel.block import Tensors, add_token_blocks, gather_rows, own_rows
 from unirl_scale.parallel.context import ParallelContext
 from unirl_scale.parallel.packing import Packed
 from unirl_scale.parallel.spec import vocab_rows_per_leaf
@@ -53,7 +53,7 @@ class Embedding:
 
     def forward(self, packed: Packed) -> Tensor:
         x = self.lookup(packed.ids)
-        return x.index_select(0, packed.own_rows) if self.ctx.sequence_parallel else x
+        return own_rows(self.ctx, x, packed)
 
     def backward(self, dx: Tensor, packed: Packed, grads: Tensors) -> None:
         full = gather_rows(self.ctx, dx, packed)
@@ -73,11 +73,7 @@ def _final_norm_backward(
     x, rstd = saved
     full = torch.zeros(packed.spans.total, model.hidden_size, dtype=dh.dtype, device=dh.device)
     full[packed.score_rows] = dh
-    if context.sequence_parallel:
-        full = full.index_select(0, packed.own_rows)
-    dx, rows = context.ops.rmsnorm_dx(full, x, weight, rstd)
-    if not context.sequence_parallel:
-        rows = rows.index_select(0, packed.own_rows)
+    dx, rows = context.ops.rmsnorm_dx(own_rows(context, full, packed), x, weight, rstd)
     add_token_blocks(context, rows, packed, grads["final_norm"])
     return dx
 
@@ -151,14 +147,12 @@ class LmHead:
         ops, valid = self.ctx.ops, self.vocab.valid
         local = self.vocab.local(packed.score_targets)
         dlogits = ops.vocab_dlogits(
-            saved.logits, len(valid), valid, local, saved.lse, saved.entropy, grad_logprob, grad_entropy
-        )
-        if inv_temperature != 1.0:
-            dlogits = dlogits * inv_temperature
-        dlogits = dlogits.to(self.ctx.dtype)
+            saved.logits, len(valid), valid, local, saved.lse, saved.entropy, grad_logprob, grad_entropy,
+            scale=inv_temperature, dtype=self.ctx.dtype,
+        )  # fmt: skip
         ops.linear_dw(dlogits, saved.rows, packed.score_spans, grads[self.grad_name])
         nodes = ops.linear_dx_nodes(dlogits, self.weight, self.ctx.nodes, round_leaf=self.ctx.round_leaf)
-        dh = self.ctx.all_reduce(nodes)
+        dh = self.ctx.all_reduce(nodes).to(self.ctx.dtype)
         return _final_norm_backward(self.ctx, self.model, dh, saved.norm, self.norm, packed, grads)
 
 

@@ -32,7 +32,8 @@ class Packed:
         score_targets: int64 [R], those next tokens.
         score_spans: scored rows of each sample.
         score_cells: int64 [R], places of the scored rows in a padded [n, S], row-major.
-        own_rows: int64 [T / tp], packed rows of this rank's token blocks.
+        own_rows: int64 [T / tp], packed rows of this rank's token blocks. None when they are all rows.
+        own_lengths: those of each sample.
         gather_index: int64 [T]; rank-major gathered rows indexed by it are in packed order. None when they
             are already.
         scatter_index: its inverse.
@@ -45,14 +46,10 @@ class Packed:
     score_targets: Tensor
     score_spans: Spans
     score_cells: Tensor
-    own_rows: Tensor
+    own_rows: Tensor | None
+    own_lengths: tuple[int, ...]
     gather_index: Tensor | None
     scatter_index: Tensor | None
-
-    @property
-    def own_lengths(self) -> list[int]:
-        """Rows of each sample in `own_rows`."""
-        return [n * self.own_rows.numel() // max(self.spans.total, 1) for n in self.spans.lengths]
 
 
 def pack(
@@ -74,7 +71,7 @@ def pack(
         ids[start : start + len(prompt)] = prompt
         ids[start + len(prompt) : start + len(prompt) + len(response)] = response
     width = int(scored.max(initial=0))
-    gather = _gather_index(padded, tp)
+    each, gather = padded // tp, _gather_index(padded, tp)
     return Packed(
         ids=_to(ids, device),
         positions=_to(_ranges(np.zeros_like(padded), padded), device),
@@ -83,7 +80,8 @@ def pack(
         score_targets=_to(ids[_ranges(starts + prompt_lengths, scored)], device),
         score_spans=Spans.of(scored.tolist(), device),
         score_cells=_to(_ranges(np.arange(len(scored)) * width, scored), device),
-        own_rows=_to(_ranges(starts + tp_rank * (padded // tp), padded // tp), device),
+        own_rows=None if tp == 1 else _to(_ranges(starts + tp_rank * each, each), device),
+        own_lengths=tuple(each.tolist()),
         gather_index=None if gather is None else _to(gather, device),
         scatter_index=None if gather is None else _to(np.argsort(gather), device),
     )

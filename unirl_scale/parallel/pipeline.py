@@ -44,7 +44,7 @@ class Mailbox:
         while message not in self.kept:
             following = self.queues[source].pop(0)
             packed = self.micros[following.micro]
-            rows = packed.own_rows.numel() if self.ctx.sequence_parallel else packed.spans.total
+            rows = sum(packed.own_lengths) if self.ctx.sequence_parallel else packed.spans.total
             buffer = torch.empty(rows, self.hidden, dtype=self.ctx.dtype, device=self.ctx.device)
             self.kept[following] = self._channel(source, self.rank).irecv(buffer, source).wait()
         return self.kept.pop(message)

@@ -17,8 +17,10 @@ from unirl_scale.parallel.engine import MicroResults, StepResult
 from unirl_scale.parallel.engine import TokenLoss as EngineLoss
 from unirl_scale.parallel.optimizer import AdamStep
 from unirl_scale.parallel.samples import Sample
+from unirl_scale.parallel.traffic import StepTraffic
 from unirl_scale.train.exchange import replicate, share
 from unirl_scale.train.roles import Role
+from unirl_scale.train.sent import Meter, is_ordered, planned_step, require_sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class LearnReport:
     Attributes:
         loss: of the minibatch: canonical tree over samples of trees over tokens.
         sums: diagnostics summed over tokens and samples.
+        sent: bytes that the role's first rank sent to others.
         digests: SHA-256 by tensor, when asked.
     """
 
@@ -35,6 +38,7 @@ class LearnReport:
     sums: dict[str, float]
     result: StepResult
     lr: float
+    sent: StepTraffic
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -68,16 +72,24 @@ def learn(
     Args:
         before_reduce: called on every rank once its gradients are there, before a collective over the world
             and before any weight or moment changes.
+
+    Raises:
+        PlanError: the step sent other bytes than it was planned to.
     """
     engine, progress = role.engine, role.world.progress
+    meter = Meter(engine) if engine is not None else None
     progress.enter("accumulate")
-    results = engine.accumulate(samples, loss) if engine is not None else MicroResults()
+    results = MicroResults()
+    if engine is not None and meter is not None:
+        with meter.counting():
+            results = engine.accumulate(samples, loss)
     progress.enter("reduce")
     before_reduce()
     total, sums = _totals(role, samples, loss, results)
-    outcome: tuple[StepResult, dict[str, str]] | None = None
-    if engine is not None:
-        sumsq = engine.reduce()
+    outcome: tuple[StepResult, dict[str, str], StepTraffic] | None = None
+    if engine is not None and meter is not None:
+        with meter.counting():
+            sumsq = engine.reduce()
         digests = {f"grad/{k}": v for k, v in engine.gradient_digests().items()} if digest else {}
 
         def adam(count: int) -> AdamStep:
@@ -91,16 +103,20 @@ def learn(
             )
 
         progress.enter("update")
-        result = engine.step(adam, optim.clip_grad, sumsq)
+        with meter.counting():
+            result = engine.step(adam, optim.clip_grad, sumsq)
+        if result.applied and is_ordered(engine):
+            planned = planned_step(engine, samples, role.planned)
+            require_sent(role.name, role.world.ranks[role.world.index], planned, meter.sent)
         if digest:
             digests["grad_norm"] = hash_float(result.grad_norm)
             for kind, by_name in engine.state_digests().items():
                 digests |= {f"{kind}/{name}": value for name, value in by_name.items()}
-        outcome = (result, digests)
-    result, digests = share(role.world, role.mesh, outcome)
+        outcome = (result, digests, meter.sent)
+    result, digests, sent = share(role.world, role.mesh, outcome)
     if digest:
         digests = {"loss": hash_tensor(total), **digests}
-    return LearnReport(loss=float(total), sums=sums, result=result, lr=lr, digests=digests)
+    return LearnReport(loss=float(total), sums=sums, result=result, lr=lr, sent=sent, digests=digests)
 
 
 def _totals(

@@ -26,12 +26,13 @@ from unirl_scale.train.checkpoint.sizes import require_room
 from unirl_scale.train.checkpoint.sources import Restored
 from unirl_scale.train.evaluate import evaluate
 from unirl_scale.train.metrics import Reporter, cut_after
+from unirl_scale.train.out_of_memory import explained
 from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.recorder import Recorder
 from unirl_scale.train.replicas import ReplicaCheck
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.rundir import RunDir
-from unirl_scale.train.setup import Setup, build_algorithm, prepare
+from unirl_scale.train.setup import Setup, build_algorithm, prepare, transport
 from unirl_scale.train.stage import StageRunner
 from unirl_scale.train.state import TrainState
 from unirl_scale.train.stopping import StopRequest
@@ -40,7 +41,6 @@ from unirl_scale.train.tasks.interface import Task
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _TIMEOUT = timedelta(minutes=10)
 Meet = Callable[[Mapping[str, str]], "Store | None"]
 """Brings the ranks together: takes what must be equal on all of them (name -> value), refuses to go on where
@@ -73,13 +73,14 @@ def run(
     progress, breaker = Progress(observers=(stop.observe,)), Breaker()
     stop.on_request = breaker.break_now
     store = meet({"kernels": setup.ops.name, "data": setup.task.fingerprint()})
+    backend, device = transport(cfg.hardware)
     joined = connect(
         rank_info.rank,
         rank_info.world_size,
-        BACKENDS[cfg.hardware.vendor],
+        backend,
         store=store,
         timeout=_TIMEOUT,
-        device=setup.device,
+        device=device,
         progress=progress,
         breaker=breaker,
     )
@@ -129,7 +130,8 @@ def train(
     stop.save = None  # gives the memory of an earlier mesh back
     world.progress.enter("restore")
     reductions = planned_reductions(plan) if plan else None
-    roles = Roles(cfg, factory, setup.ops, setup.device, reductions)
+    with explained(cfg, world.progress, setup.device):
+        roles = Roles(cfg, factory, setup.ops, setup.device, reductions)
     session = open_session(cfg, world, rank_info)
     restored = restore(cfg, session, roles, world, data)
     state = restored.state if restored else TrainState()
@@ -152,7 +154,8 @@ def train(
         for number in range(state.stage, len(cfg.stages)):
             if number > state.stage:
                 state = replace(state, stage=number, stage_step=0)
-            state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary, compare)
+            with explained(cfg, world.progress, setup.device):
+                state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary, compare)
         world.progress.enter("finish")
         checkpointer.finish(state)
     except BaseException:

@@ -29,7 +29,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A model on its mesh; `engine` is None on ranks outside it."""
+    """A model on its mesh; `engine` is None on ranks outside it.
+
+    Attributes:
+        planned: axis -> how its ordered sums run; None = flat.
+    """
 
     name: str
     world: Group
@@ -37,6 +41,7 @@ class Role:
     slots: int
     head: Head
     engine: NativeEngine | None
+    planned: Mapping[str, Reductions] | None = None
 
     @property
     def num_scores(self) -> int:
@@ -115,7 +120,10 @@ class Roles:
                 trainable=trainable,
             )
         slots = mesh.dp if invariance.mode == "off" else invariance.data_slots
-        return Role(name=name, world=self.world, mesh=mesh, slots=slots, head=head, engine=engine)
+        planned = self._planned.get(name)
+        return Role(
+            name=name, world=self.world, mesh=mesh, slots=slots, head=head, engine=engine, planned=planned
+        )
 
     def prepare(self, critic: bool, reference: bool) -> None:
         """Build what a stage needs and nothing else. A role without weights gets its first ones; the

@@ -63,8 +63,13 @@ class RunDir:
 
 @contextmanager
 def claim(
-    run_dir: RunDir, checkpoints: Path | None = None, *, overwrite: bool = False, resume: bool = True
-) -> Iterator[None]:
+    run_dir: RunDir,
+    checkpoints: Path | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    job: str = "",
+) -> Iterator[bool]:
     """Make the directory and hold it for one live run.
 
     The lock is the kernel's (flock), so that it ends with the process that holds it, however that ends. A run
@@ -77,6 +82,11 @@ def claim(
         overwrite: delete the run that is there, its checkpoints too; files that are not a run's are never
             touched.
         resume: a run that is there may be continued.
+        job: id of an elastic job, whose processes come and go while it holds the directory.
+
+    Yields:
+        Whether this process holds the directory; False when another process of the same job does: then
+        nothing is cleared.
 
     Raises:
         ConfigError: it cannot be made, belongs to a live run, holds a run that cannot or shall not be
@@ -85,7 +95,9 @@ def claim(
     _make(run_dir)
     descriptor = os.open(run_dir.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _lock(descriptor, run_dir)
+        if not _lock(descriptor, run_dir, job):
+            yield False
+            return
         kept = checkpoints is not None and was_run(checkpoints)
         if not overwrite:
             _require_free(run_dir, checkpoints if kept else None, resume=resume)
@@ -93,7 +105,24 @@ def claim(
             delete_run(checkpoints)
         if overwrite or not kept:
             _clear(run_dir)
-        yield
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def hold(run_dir: RunDir, job: str) -> Iterator[bool]:
+    """Hold the directory for a job that is at work there and may have lost the process that held it.
+
+    Yields:
+        Whether this process holds it now; False when another process of the job does.
+
+    Raises:
+        ConfigError: another job has taken it.
+    """
+    descriptor = os.open(run_dir.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield _lock(descriptor, run_dir, job)
     finally:
         os.close(descriptor)
 
@@ -162,17 +191,26 @@ def _make(run_dir: RunDir) -> None:
         )
 
 
-def _lock(descriptor: int, run_dir: RunDir) -> None:
+def _lock(descriptor: int, run_dir: RunDir, job: str) -> bool:
+    """Take the lock; False when a process of the same job has it.
+
+    Raises:
+        ConfigError: a process of another one has it.
+    """
+    of_job = f", job {job}" if job else ""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        if job and holder.endswith(of_job):
+            return False
         raise ConfigError(
             f"run_dir: got {run_dir.path}; it is in use by a live run ({holder}); "
             "hint: another run_dir=..., or wait for that run"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}{of_job}\n".encode(), 0)
+    return True
 
 
 def _clear(run_dir: RunDir) -> None:

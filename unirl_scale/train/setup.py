@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from unirl_scale.core.config import ModelConfig, RunConfig, StageConfig
+from unirl_scale.core.config import HardwareConfig, ModelConfig, RunConfig, StageConfig
 from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import read_options
 from unirl_scale.kernels.select import op_table, probe_shapes
@@ -16,6 +16,8 @@ from unirl_scale.rl.interface import Algorithm
 from unirl_scale.train.data import PromptSource, build_task
 from unirl_scale.train.roles import DTYPES
 from unirl_scale.train.tasks.interface import Task
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ def prepare(cfg: RunConfig) -> Setup:
         InvarianceError: the platform cannot hold `invariance.mode: layout`.
     """
     torch.set_num_threads(cfg.hardware.threads)
-    device = _device(cfg)
+    device = _device(cfg.hardware)
     task = build_task(cfg)
     supervised = any(not build_algorithm(stage).needs.rollout for stage in cfg.stages)
     data = PromptSource(task, cfg, "train", supervised=supervised)
@@ -54,6 +56,14 @@ def prepare(cfg: RunConfig) -> Setup:
     shapes = [probe_shapes(m, cfg.invariance.model_leaves) for m in dict.fromkeys(models)]
     ops = op_table(cfg.hardware, cfg.invariance.mode, shapes, DTYPES[cfg.precision], device)
     return Setup(cfg=cfg, device=device, task=task, data=data, held_out=held_out, ops=ops)
+
+
+def transport(hardware: HardwareConfig) -> tuple[str, torch.device]:
+    """torch's backend of the groups, and where it reads and writes; what lies elsewhere is staged."""
+    device = _device(hardware)
+    if hardware.transport == "host":
+        return "gloo", torch.device("cpu")
+    return _BACKENDS[hardware.vendor], device
 
 
 def build_algorithm(stage: StageConfig) -> Algorithm:
@@ -84,7 +94,7 @@ def _with_vocabulary(cfg: RunConfig, size: int) -> RunConfig:
     return replace(cfg, model=models)
 
 
-def _device(cfg: RunConfig) -> torch.device:
-    if cfg.hardware.vendor == "cpu":
+def _device(hardware: HardwareConfig) -> torch.device:
+    if hardware.vendor == "cpu":
         return torch.device("cpu")
-    return torch.device(cfg.hardware.vendor, 0)  # the launcher shows each rank its own device only
+    return torch.device(hardware.vendor, 0)  # the launcher shows each rank its own device only

@@ -20,6 +20,7 @@ from unirl_scale.train.learn import LearnReport, hash_tensor, learn, learning_ra
 from unirl_scale.train.minibatch import Minibatch, minibatches, pad
 from unirl_scale.train.roles import Role, Roles
 from unirl_scale.train.rollout import Draw, sample
+from unirl_scale.train.sent import axis_bytes
 from unirl_scale.train.state import TrainState
 
 
@@ -234,7 +235,8 @@ def _batch_digests(batch: LossBatch) -> dict[str, str]:
 
 
 def _summary(reports: Mapping[str, list[tuple[LearnReport, int]]]) -> dict[str, float]:
-    """Means over the step's updates: losses and norms an update, diagnostics a token."""
+    """Means over the step's updates: losses and norms an update, diagnostics a token. Bytes that a role's
+    first rank sends are summed over updates and roles."""
     out: dict[str, float] = {}
     for role, entries in reports.items():
         tokens = sum(n for _, n in entries)
@@ -243,4 +245,8 @@ def _summary(reports: Mapping[str, list[tuple[LearnReport, int]]]) -> dict[str, 
         out[f"{role}/lr"] = entries[-1][0].lr
         for name in entries[0][0].sums:
             out[f"{role}/{name}"] = sum(r.sums[name] for r, _ in entries) / tokens
+        for report, _ in entries:
+            for axis, n_bytes in axis_bytes(report.sent).items():
+                name = f"comm/{axis}_sent_bytes"
+                out[name] = out.get(name, 0.0) + n_bytes
     return out

@@ -7,11 +7,12 @@ from collections import defaultdict
 
 import numpy as np
 
-from unirl_scale.comm.topology.model import Level, Link, Note, Topology
+from unirl_scale.comm.topology.model import MAX_NODES, Level, Link, Note, Topology
 from unirl_scale.comm.topology.source import Source
 
-_RATE = re.compile(r"([\d.]+)\s*([KMGT]?)bps\Z", re.IGNORECASE)
-_DELAY = re.compile(r"([\d.]+)\s*(ns|us|ms|s)\Z")
+_NUMBER = r"\d{1,12}(?:\.\d*)?"
+_RATE = re.compile(rf"({_NUMBER})\s*([KMGT]?)bps\Z", re.IGNORECASE)
+_DELAY = re.compile(rf"({_NUMBER})\s*(ns|us|ms|s)\Z")
 _SCALE = {"": 1e-9, "K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -35,12 +36,12 @@ def read_htsim(source: Source) -> Topology:
         words = raw.split("#", 1)[0].split()
         if not words:
             continue
-        if len(words) != 2 or not re.fullmatch(r"[\d.]+", words[1]):
+        if len(words) != 2 or not re.fullmatch(_NUMBER, words[1]):
             raise source.error(
                 number, repr(raw.strip()[:40]), "`Key number`", "see the htsim fat-tree format"
             )
         if words[0] == "Tier":
-            if int(words[1]) != len(tiers):
+            if float(words[1]) != len(tiers):
                 raise source.error(number, f"tier {words[1]}", f"tier {len(tiers)}", "tiers come in order")
             tiers.append({})
         else:
@@ -49,6 +50,10 @@ def read_htsim(source: Source) -> Topology:
         got = f"{len(tiers)} tiers of {int(head.get('Tiers', 0))}"
         raise source.error(len(source.lines), got, "every tier", "the file is cut; copy it again")
     nodes = int(head.get("Nodes", 0))
+    if nodes > MAX_NODES:
+        raise source.error(
+            source.line_of("Nodes"), f"Nodes {nodes}", f"at most {MAX_NODES}", "fix the number"
+        )
     per_leaf = int(tiers[0].get("Radix_Down", 0)) if tiers else 0
     pod = int(head.get("Podsize", nodes))
     for name, per in (("Radix_Down", per_leaf), ("Podsize", pod)):
@@ -111,6 +116,8 @@ def read_ns3(source: Source) -> Topology:
         if line.strip() and not line.startswith("#")
     ]
     total, num_switches, num_links = (int(w) for w in rows[0][1])
+    if total > MAX_NODES:
+        raise source.error(rows[0][0], f"{total} nodes", f"at most {MAX_NODES}", "fix the number")
     switches = {int(w) for w in rows[1][1]}
     if len(switches) != num_switches:
         raise source.error(
@@ -122,7 +129,7 @@ def read_ns3(source: Source) -> Topology:
         raise source.error(rows[-1][0], got, f"{num_links}, as line 1 says", "the file is cut; copy it again")
     above: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
     for number, words in links:
-        if len(words) < 4 or not (words[0].isdigit() and words[1].isdigit()):
+        if len(words) < 4 or not (words[0].isdecimal() and words[1].isdecimal()):
             raise source.error(number, " ".join(words)[:40], "`a b rate delay error`", "fix the line")
         a, b = int(words[0]), int(words[1])
         rate, delay = _RATE.match(words[2]), _DELAY.match(words[3])

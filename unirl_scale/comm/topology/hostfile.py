@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from unirl_scale.comm.topology import hostlist
-from unirl_scale.comm.topology.model import Note, Topology
+from unirl_scale.comm.topology.model import MAX_DEVICES, Note, Topology
 from unirl_scale.comm.topology.source import Source
 
 _HOST = r"\[[0-9A-Fa-f:]+\]|[A-Za-z0-9](?:[A-Za-z0-9._\-]|\[[\d,\-]+\])*"
@@ -18,7 +18,13 @@ _HINT = "one host a line: `node01 slots=8`, `node01:8`, or `node01`"
 def looks_like(source: Source) -> bool:
     """Every line that is not a comment is one host entry."""
     lines = [line for line in (_strip(t) for t in source.lines) if line]
-    return bool(lines) and all(_ENTRY.match(line) and not line.isdigit() for line in lines)
+    return bool(lines) and all(_ENTRY.match(line) and not line.isdecimal() for line in lines)
+
+
+def looks_damaged(source: Source) -> bool:
+    """Host entries for the most part, so that `read` can say which line is none."""
+    lines = [line for line in (_strip(t) for t in source.lines) if line]
+    return sum(bool(_ENTRY.match(line)) for line in lines) * 2 >= max(len(lines), 2)
 
 
 def _strip(text: str) -> str:
@@ -72,12 +78,11 @@ def _count(source: Source, line: int, colon: str | None, options: dict[str, str]
         raise source.error(line, " and ".join(numbers) + " slots", "one number", _HINT)
     if not numbers:
         return None
-    if not numbers[0].isdigit() or int(numbers[0]) < 1:
-        raise source.error(
-            line, f"{numbers[0]} slots", "a whole number from 1", "drop the host to leave it out"
-        )
+    if not numbers[0].isdecimal() or not 1 <= int(numbers[0]) <= MAX_DEVICES:
+        rule = f"a whole number from 1 to {MAX_DEVICES}"
+        raise source.error(line, f"{numbers[0]} slots", rule, "drop the host to leave it out")
     most = options.get("max_slots", options.get("max-slots"))
-    if most is not None and most.isdigit() and int(most) < int(numbers[0]):
+    if most is not None and most.isdecimal() and int(most) < int(numbers[0]):
         raise source.error(line, f"slots={numbers[0]} over max_slots={most}", "slots <= max_slots", "fix one")
     return int(numbers[0])
 

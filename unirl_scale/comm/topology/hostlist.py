@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-_MAX_NAMES = 4_000_000
+from unirl_scale.comm.topology.model import MAX_NODES
+
 _NAME = re.compile(r"[A-Za-z0-9._:@+*\-]*\Z")
 _TAIL = re.compile(r"(.*?)(\d+)\Z")
 
@@ -38,15 +39,15 @@ def expand(text: str) -> list[str]:
     """Names of a host list, in its order. Leading zeros set the width, as in SLURM.
 
     Raises:
-        ValueError: malformed brackets or ranges, an empty name, or more than four million names.
+        ValueError: malformed brackets or ranges, an empty name, or more than MAX_NODES names.
     """
     names: list[str] = []
     for part in split_list(text):
         if not part:
             raise ValueError(f"empty name in {text!r}")
         names.extend(_expand_one(part))
-        if len(names) > _MAX_NAMES:
-            raise ValueError(f"{text!r} names more than {_MAX_NAMES} hosts")
+        if len(names) > MAX_NODES:
+            raise ValueError(f"{text!r} names more than {MAX_NODES} hosts")
     return names
 
 
@@ -64,8 +65,8 @@ def _expand_one(part: str) -> list[str]:
             choices = [piece]
         else:
             choices = _expand_ranges(piece, part)
-        if len(result) * len(choices) > _MAX_NAMES:
-            raise ValueError(f"{part!r} names more than {_MAX_NAMES} hosts")
+        if len(result) * len(choices) > MAX_NODES:
+            raise ValueError(f"{part!r} names more than {MAX_NODES} hosts")
         result = [head + tail for head in result for tail in choices]
     return result
 
@@ -79,7 +80,7 @@ def _expand_ranges(body: str, part: str) -> list[str]:
         low, high = match[1], match[2] or match[1]
         if int(high) < int(low):
             raise ValueError(f"range {item!r} in {part!r} runs backwards")
-        if int(high) - int(low) >= _MAX_NAMES:
+        if int(high) - int(low) >= MAX_NODES:
             raise ValueError(f"range {item!r} in {part!r} is too long")
         width = len(low) if low.startswith("0") or len(low) == len(high) else 0
         out.extend(f"{n:0{width}d}" for n in range(int(low), int(high) + 1))

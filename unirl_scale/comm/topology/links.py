@@ -24,6 +24,12 @@ _PCIE_GB_PER_LANE = {5.0: 0.5, 8.0: 0.9846, 16.0: 1.969, 32.0: 3.938, 64.0: 7.56
 """GT/s -> GB/s of a lane after line coding. 2.5 is absent: it is what an idle device reports."""
 
 
+_ASCEND = {
+    "HCCS": (HCCS_GB_PER_S, "910B HCCS: 28 GB/s a link, about 20 us with launch"),
+    "HCCS_SW": (A3_SWITCH_GB_PER_S, "910C super pod: 392 GB/s an NPU of two dies"),
+}
+
+
 def nvlink(count: int, sm: int | None = None) -> Link:
     """`count` NVLinks side by side. Without `sm` the figure holds for A100, H100 and H200 only."""
     each = NVLINK_GB_PER_S if sm is None else NVLINK_BY_SM.get(sm)
@@ -52,21 +58,10 @@ def xgmi(count: int, gfx: str) -> Link:
 
 def ascend(kind: str) -> Link:
     """HCCS, HCCS_SW, SIO or UB, as `npu-smi` names them."""
-    if kind == "HCCS":
-        return Link(
-            kind=kind,
-            alpha_us=HCCS_ALPHA_US,
-            beta_gb_per_s=HCCS_GB_PER_S,
-            source="910B HCCS: 28 GB/s a link, about 20 us with launch",
-        )
-    if kind == "HCCS_SW":
-        return Link(
-            kind=kind,
-            alpha_us=HCCS_ALPHA_US,
-            beta_gb_per_s=A3_SWITCH_GB_PER_S,
-            source="910C super pod: 392 GB/s an NPU of two dies",
-        )
-    return Link(kind=kind, source=f"{kind}: no public figure")
+    if kind not in _ASCEND:
+        return Link(kind=kind, source=f"{kind}: no public figure")
+    rate, source = _ASCEND[kind]
+    return Link(kind=kind, alpha_us=HCCS_ALPHA_US, beta_gb_per_s=rate, source=source)
 
 
 def pcie(kind: str, gt_per_s: float | None = None, width: int | None = None) -> Link:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from unirl_scale.comm.topology import boxes
 from unirl_scale.comm.topology.model import SELF, UNKNOWN, Note
 from unirl_scale.comm.topology.source import Source
 
@@ -86,7 +87,35 @@ def read_matrix(source: Source, device: re.Pattern[str], path: re.Pattern[str], 
                 i, f"row {words[0]} again (first on line {first})", "each row once", "give one file a node"
             )
         matrix.rows[words[0]] = _row(source, matrix, words[0], text, i, path, cut and i == len(lines))
+    odd = next((n for n in matrix.notes if "is not a path" in n.what), None)
+    if odd and not any(row.cells for row in matrix.rows.values()):
+        raise source.error(odd.line, odd.what, f"paths as `{command}` names them", f"run `{command}`")
     return matrix
+
+
+def device_paths(
+    source: Source, matrix: Matrix, names: Sequence[str], kind: Callable[[str], str], notes: list[Note]
+) -> tuple[list[list[str]], dict[int, str]]:
+    """Paths between devices, gaps filled where that is safe, and the degraded devices with the reason.
+
+    Args:
+        kind: a cell's path, UNKNOWN where it says none.
+        notes: gets what was missing, filled or degraded.
+
+    Raises:
+        PlanError: two rows contradict each other.
+    """
+    missing = "row missing, the file is cut; its paths come from the other rows"
+    lost = [n for n in names if n not in matrix.rows]
+    notes += [Note(what=f"{n}: {missing}", source=source.name, severity="filled") for n in lost]
+    paths = [[SELF if a == b else kind(matrix.pair(source, a, b)) for b in names] for a in names]
+    boxes.fill_uniform(paths, names, notes, source.name)
+    degraded = boxes.find_degraded(paths, names, exempt=lambda k: k == UNKNOWN)
+    notes += [
+        Note(what=f"{names[i]}: {why}", source=source.name, severity="degraded")
+        for i, why in degraded.items()
+    ]
+    return paths, degraded
 
 
 def _is_header(text: str, device: re.Pattern[str], path: re.Pattern[str]) -> bool:

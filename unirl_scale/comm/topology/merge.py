@@ -70,6 +70,11 @@ def _constants(parts: Sequence[Topology]) -> Mapping[str, Link]:
     return found
 
 
+def with_figures(topology: Topology, figures: Mapping[str, Link]) -> Topology:
+    """The topology with these figures in place of the readers' defaults, not of what the operator stated."""
+    return _apply_constants(replace(topology, constants={**figures, **topology.constants}))
+
+
 def _apply_constants(topology: Topology) -> Topology:
     """Put the operator's figures in place of the readers' defaults."""
     given = topology.constants
@@ -86,7 +91,10 @@ def _apply_constants(topology: Topology) -> Topology:
     return replace(
         topology,
         boxes=tuple(box_with(b) for b in topology.boxes),
-        levels=tuple(replace(lv, link=given.get(lv.name, lv.link)) for lv in topology.levels),
+        levels=tuple(
+            replace(lv, link=given.get(lv.name, lv.link), inside=given.get(f"{lv.name}.inside", lv.inside))
+            for lv in topology.levels
+        ),
         network=nic or topology.network,
     )
 

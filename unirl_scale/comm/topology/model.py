@@ -20,6 +20,10 @@ Vendor = Literal["cuda", "npu", "rocm", "unknown"]
 SELF = "X"
 UNKNOWN = "?"
 
+MAX_DEVICES = 1024
+"""Of one node. A larger number in a file is a slip, and would only fill the memory."""
+MAX_NODES = 4_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -114,13 +118,15 @@ class Level:
     """One tier above the nodes: leaf switches, spines, blocks or super pods.
 
     `member` is int32 [nodes]: the group of each node, -1 where the file places the node nowhere.
-    `link` is one device's way out of a group, when a file states it.
+    `link` is one device's way out of a group, when a file states it. `inside` is its way to other nodes of
+    its group where those have wires of their own beside the network: an NVLink rack, a super pod.
     """
 
     name: str
     groups: tuple[str, ...]
     member: IntArray
     link: Link | None = None
+    inside: Link | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

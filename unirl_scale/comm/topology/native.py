@@ -11,6 +11,7 @@ import numpy as np
 from unirl_scale.comm.topology import boxes, hostlist
 from unirl_scale.comm.topology.documents import YamlDoc, read_yaml
 from unirl_scale.comm.topology.model import (
+    MAX_DEVICES,
     SELF,
     UNKNOWN,
     Box,
@@ -30,7 +31,7 @@ _FIELDS = {
     "box": ("vendor", "devices", "fabric", "link", "paths", "down", "numa", "nics"),
     "nic": ("name", "numa", "near", "ports", "alpha_us", "beta_gb_per_s", "source"),
     "node": ("names", "box", "devices"),
-    "level": ("name", "groups", "link"),
+    "level": ("name", "groups", "link", "inside"),
 }
 Path = tuple[str | int, ...]
 
@@ -99,14 +100,14 @@ class _Reader:
     def figure(self, value: Any, path: Path) -> float | None:
         if value is None or str(value).lower() in ("unknown", "tbd", "?"):
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < float(value) < 1e9:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             hint = "leave an unknown figure out; 0 would mean a link that carries nothing"
             raise self.fail(path, f"{value!r}", "a positive number", hint)
         return float(value)
 
     def whole(self, value: Any, path: Path, low: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fail(path, f"{value!r}", f"a whole number from {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_DEVICES:
+            raise self.fail(path, f"{value!r}", f"a whole number from {low} to {MAX_DEVICES}")
         return value
 
     def link(self, kind: str, value: Any, path: Path) -> Link:
@@ -124,7 +125,7 @@ class _Reader:
         if vendor not in ("cuda", "npu", "rocm", "unknown"):
             raise self.fail((*path, "vendor"), f"{vendor!r}", "cuda, npu, rocm or unknown")
         given = body.get("devices", 0)
-        count = len(given) if isinstance(given, list) else self.whole(given, (*path, "devices"), 1)
+        count = self.whole(len(given) if isinstance(given, list) else given, (*path, "devices"), 1)
         prefix = "NPU" if vendor == "npu" else "GPU"
         names = [str(n) for n in given] if isinstance(given, list) else [f"{prefix}{i}" for i in range(count)]
         paths = self.paths(body, path, count)
@@ -194,6 +195,8 @@ class _Reader:
 
     def names(self, value: Any, path: Path) -> list[str]:
         parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, str | int) for part in parts):
+            raise self.fail(path, f"{value!r}", "a host list such as n[01-16]")
         try:
             return [n for part in parts for n in hostlist.expand(str(part))]
         except ValueError as err:
@@ -260,4 +263,9 @@ class _Reader:
             link = constants.get(name)
             if "link" in entry:
                 link = self.link(name, entry["link"], ("levels", n, "link"))
-            yield Level(name=name, groups=tuple(str(g) for g in groups), member=member, link=link)
+            inside = constants.get(f"{name}.inside")
+            if "inside" in entry:
+                inside = self.link(f"{name}.inside", entry["inside"], ("levels", n, "inside"))
+            yield Level(
+                name=name, groups=tuple(str(g) for g in groups), member=member, link=link, inside=inside
+            )

@@ -21,6 +21,8 @@ def write_yaml(topology: Topology) -> str:
     for level in topology.levels:
         if level.link is not None:
             figures[level.name] = level.link
+        if level.inside is not None:
+            figures[f"{level.name}.inside"] = level.inside
     if topology.network is not None:
         figures["nic"] = topology.network
     figures.update(topology.constants)

@@ -112,7 +112,7 @@ def _declared_links(
             if link.tag not in ("nvlink", "xgmi"):
                 continue
             count = link.attrs.get("count", "")
-            if not count.isdigit() or int(count) < 1:
+            if not count.isdecimal() or int(count) < 1:
                 raise source.error(
                     link.line, f"count={count!r}", "a number of links", "dump the topology again"
                 )
@@ -139,7 +139,7 @@ def path_links(paths: Sequence[Sequence[str]], devices: Sequence[Found]) -> Mapp
 
     def cost(kind: str) -> Link:
         if kind.startswith("NV"):
-            return links.nvlink(int(kind[2:]), int(sm) if sm.isdigit() else -1)
+            return links.nvlink(int(kind[2:]), int(sm) if sm.isdecimal() else -1)
         if kind.startswith("XGMI"):
             return links.xgmi(int(kind[4:]), gfx)
         return links.pcie(kind, *slowest) if slowest else links.pcie(kind)
@@ -154,9 +154,9 @@ def pcie_speed(site: Site) -> tuple[float, int] | None:
     """
     hops = []
     for pci in site.chain:
-        speed = re.match(r"\s*([\d.]+)\s*GT/s", pci.attrs.get("link_speed", ""))
+        speed = re.match(r"\s*(\d{1,4}(?:\.\d*)?)\s*GT/s", pci.attrs.get("link_speed", ""))
         width = pci.attrs.get("link_width", "")
-        if speed and width.isdigit() and int(width) > 1 and float(speed[1]) > 2.5:
+        if speed and re.fullmatch(r"\d{1,3}", width) and int(width) > 1 and float(speed[1]) > 2.5:
             hops.append((float(speed[1]), int(width)))
     return min(hops, key=lambda h: h[0] * h[1]) if hops else None
 

@@ -226,4 +226,4 @@ def _rank_map(source: Source, hosts: list[list[tuple[int | None, int]]], notes: 
 
 
 def _int(text: str | None) -> int | None:
-    return int(text) if text is not None and re.fullmatch(r"-?\d+", text.strip()) else None
+    return int(text) if text is not None and re.fullmatch(r"-?\d{1,9}", text.strip()) else None

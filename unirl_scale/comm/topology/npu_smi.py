@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from unirl_scale.comm.topology import boxes, links
-from unirl_scale.comm.topology.matrix import Matrix, read_matrix
-from unirl_scale.comm.topology.model import SELF, UNKNOWN, Box, Device, Link, Note, Topology, box_topology
+from unirl_scale.comm.topology.matrix import Matrix, device_paths, read_matrix
+from unirl_scale.comm.topology.model import UNKNOWN, Box, Device, Link, Note, Topology, box_topology
 from unirl_scale.comm.topology.source import Source
 
-_DEVICE = re.compile(r"(NPU|Phy-ID|Device|Chip)\s?\d+\Z")
+_DEVICE = re.compile(r"(NPU|Phy-ID|Device|Chip)\s?\d{1,5}\Z")
 _PATH = re.compile(r"(X|SYS|PHB|PIX|PXB|HCCS_SW|HCCS|SIO|UB|N/?A)\Z")
 _COMMAND = "npu-smi info -t topo"
 
@@ -30,21 +30,7 @@ def read(source: Source) -> Topology:
     if not any(n in matrix.rows for n in npus):
         raise source.error(1, "a header without rows", "a row for each NPU", f"run `{_COMMAND}` again")
     notes = list(matrix.notes)
-    notes += [
-        Note(
-            what=f"{n}: row missing; its paths come from the other rows",
-            source=source.name,
-            severity="filled",
-        )
-        for n in npus
-        if n not in matrix.rows
-    ]
-    paths = [[SELF if a == b else _kind(matrix.pair(source, a, b)) for b in npus] for a in npus]
-    boxes.fill_uniform(paths, npus, notes, source.name)
-    degraded = boxes.find_degraded(paths, npus, exempt=lambda kind: kind == UNKNOWN)
-    notes += [
-        Note(what=f"{npus[i]}: {why}", source=source.name, severity="degraded") for i, why in degraded.items()
-    ]
+    paths, degraded = device_paths(source, matrix, npus, _kind, notes)
     devices = tuple(_device(matrix, n) for n in npus)
     if matrix.trailer:
         notes += [

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from unirl_scale.comm.topology import boxes, links
-from unirl_scale.comm.topology.matrix import Matrix, Row, read_matrix
+from unirl_scale.comm.topology.matrix import Row, device_paths, read_matrix
 from unirl_scale.comm.topology.model import (
-    SELF,
     UNKNOWN,
     Box,
     Device,
@@ -19,11 +18,16 @@ from unirl_scale.comm.topology.model import (
 )
 from unirl_scale.comm.topology.source import Source
 
-_DEVICE = re.compile(r"GPU\d+\Z")
-_PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d+|N/?A)\Z")
+_DEVICE = re.compile(r"GPU\d{1,4}\Z")
+_PATH = re.compile(r"(X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV\d{1,4}|N/?A)\Z")
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)")
-_P2P = re.compile(r"\b(CNS|GNS|TNS|OK)\b")
+_P2P = re.compile(r"\b(CNS|GNS|TNS|NS|OK)\b")
 _COMMAND = "nvidia-smi topo -m"
+ASSUMED = (
+    "assumed: the matrix names no part, and NVLink 5 (B200) has 50; name the accelerator, or set links.NV<n> "
+    "in a topology YAML"
+)
+"""How the note on a rate ends that an accelerator's name makes needless."""
 
 
 def looks_like(source: Source) -> bool:
@@ -49,20 +53,11 @@ def read(source: Source) -> Topology:
             source.line_of("GPU"), "a header without rows", "a row for each GPU", f"run `{_COMMAND}` again"
         )
     notes = list(matrix.notes)
-    _note_missing(source, matrix, gpus, notes)
-    paths = [[SELF if a == b else _kind(matrix.pair(source, a, b)) for b in gpus] for a in gpus]
-    boxes.fill_uniform(paths, gpus, notes, source.name)
+    paths, degraded = device_paths(source, matrix, gpus, _kind, notes)
     nic_paths = tuple(tuple(_kind(matrix.pair(source, g, n)) for n in cards) for g in gpus)
-    degraded = boxes.find_degraded(paths, gpus, exempt=lambda kind: kind == UNKNOWN)
-    notes += [
-        Note(what=f"{gpus[i]}: {why}", source=source.name, severity="degraded") for i, why in degraded.items()
-    ]
     fast = sorted({k for row in paths for k in row if k.startswith("NV")})
     if fast:
-        what = f"{', '.join(fast)}: 25 GB/s a link assumed; the matrix names no part, NVLink 5 (B200) has 50"
-        notes.append(
-            Note(what=what + "; set links.NV<n> in a topology YAML to correct it", source=source.name)
-        )
+        notes.append(Note(what=f"{', '.join(fast)}: 25 GB/s a link; {ASSUMED}", source=source.name))
     box = Box(
         devices=tuple(
             _device(i, gpu, matrix.rows.get(gpu), matrix.trailer, nic_paths[i]) for i, gpu in enumerate(gpus)
@@ -87,18 +82,6 @@ def _cost(kind: str) -> Link:
     return links.nvlink(int(kind[2:])) if kind.startswith("NV") else links.pcie(kind)
 
 
-def _note_missing(source: Source, matrix: Matrix, gpus: list[str], notes: list[Note]) -> None:
-    for gpu in gpus:
-        if gpu not in matrix.rows:
-            notes.append(
-                Note(
-                    what=f"{gpu}: row missing, the file is cut; its paths come from the other rows",
-                    source=source.name,
-                    severity="filled",
-                )
-            )
-
-
 def _device(
     index: int, name: str, row: Row | None, trailer: tuple[str, ...], nics: tuple[str, ...]
 ) -> Device:
@@ -109,7 +92,7 @@ def _device(
         index=int(name[3:]),
         name=name,
         vendor="cuda",
-        numa=int(numa) if numa.isdigit() else None,
+        numa=int(numa) if numa.isdecimal() else None,
         cpus=cpus if re.match(r"[\d,\-]+\Z", cpus) else "",
         nics=boxes.nearest_nics(nics),
     )

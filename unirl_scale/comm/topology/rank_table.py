@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unirl_scale.comm.topology import rank_table_v2
+from unirl_scale.comm.topology import links, rank_table_v2
 from unirl_scale.comm.topology.documents import objects, read_json, whole
 from unirl_scale.comm.topology.model import Box, Level, Note, RankMap, Topology
 from unirl_scale.comm.topology.source import Source
@@ -149,7 +149,10 @@ def _super_pods(source: Source, table: Mapping[str, Any], names: Sequence[str]) 
         raise source.error(line, f"server {lost!r} in no super pod", "every server in one", _HINT)
     return (
         Level(
-            name="pod", groups=tuple(str(p.get("super_pod_id", i)) for i, p in enumerate(pods)), member=member
+            name="pod",
+            groups=tuple(str(p.get("super_pod_id", i)) for i, p in enumerate(pods)),
+            member=member,
+            inside=links.ascend("HCCS_SW"),  # super pods of version 1.2 are those of the 910C
         ),
     )
 

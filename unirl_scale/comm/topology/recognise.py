@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 from unirl_scale.comm.topology import (
@@ -44,19 +45,32 @@ READERS: dict[str, tuple[Callable[[Source], bool], Reader]] = {
 }
 """Format -> (recogniser, reader), tried in this order."""
 
+_RUN_TOPO_M = "run `nvidia-smi topo -m`"
+_RUN_TOPO = "run `npu-smi info -t topo`"
+_SHOW_TOPOLOGY = "give topology.conf, or the output of `scontrol show topology`"
 _NEAR_MISSES = (
     (
-        "No topology information available",
+        r"No topology information available",
         "what scontrol prints without a topology plug-in",
         "ask the administrator",
     ),
-    ("NVIDIA-SMI has failed", "an error of nvidia-smi", "fix the driver, then run `nvidia-smi topo -m`"),
-    ("Driver Version:", "the device list of nvidia-smi", "run `nvidia-smi topo -m`"),
-    ("Hugepages-Usage", "the device list of npu-smi", "run `npu-smi info -t topo`"),
-    ("NCCL INFO", "an NCCL log", "set NCCL_TOPO_DUMP_FILE and give that file"),
-    ("PartitionName=", "a slurm.conf", "give topology.conf"),
-    ("busbw", "an nccl-tests log", "fit it (docs/planning.md), it is no topology"),
-    ("aveg_time", "an hccl_test log", "fit it (docs/planning.md), it is no topology"),
+    (r"^unirl_scale_plan\b", "a plan", "give the topology files that it was made from"),
+    (r"^(stages|model):", "a run configuration", "give it as CONFIG; --topology takes files of the machine"),
+    (r"^\S+: .*\b(GPU|NPU|Phy-ID)\d", "lines with their host's name in front", "give one machine's output"),
+    (r"NVIDIA-SMI has failed", "an error of nvidia-smi", f"fix the driver, then {_RUN_TOPO_M}"),
+    (r"\bLink \d+: .*(GB/s|inactive)", "the link list of `nvidia-smi nvlink`", _RUN_TOPO_M),
+    (r"\(UUID: (GPU|MIG)-", "the device list of `nvidia-smi -L`", _RUN_TOPO_M),
+    (r"Driver Version\s*:", "the device list of nvidia-smi", _RUN_TOPO_M),
+    (r"Hugepages-Usage|^\s*(NPU|Chip) ID\s*:", "the device list of npu-smi", _RUN_TOPO),
+    (r"NCCL INFO", "an NCCL log", "set NCCL_TOPO_DUMP_FILE and give that file"),
+    (r"PartitionName=", "a slurm.conf", "give topology.conf"),
+    (r"^NodeName=", "the node list of SLURM", _SHOW_TOPOLOGY),
+    (r"^PARTITION\s.*NODELIST", "the output of sinfo", _SHOW_TOPOLOGY),
+    (r"SLURM_(JOB_|STEP_)?NODELIST=", "SLURM's variables", "scontrol show hostnames > hosts; give that file"),
+    (r"^(switchguid|caguid)=", "the output of ibnetdiscover", "write SLURM's topology.conf from it"),
+    (r"^[\d.]+\s+[A-Za-z]\S*", "addresses with names, as in /etc/hosts", "one host a line"),
+    (r"busbw", "an nccl-tests log", "fit it (docs/planning.md), it is no topology"),
+    (r"aveg_time", "an hccl_test log", "fit it (docs/planning.md), it is no topology"),
 )
 
 
@@ -69,9 +83,12 @@ def recognise(source: Source) -> str:
     for name, (looks_like, _) in READERS.items():
         if looks_like(source):
             return name
-    for mark, got, hint in _NEAR_MISSES:
-        if mark in source.text:
-            raise source.error(source.line_of(mark), got, "a topology", hint)
+    for pattern, got, hint in _NEAR_MISSES:
+        for number, line in enumerate(source.lines, 1):
+            if re.search(pattern, line):
+                raise source.error(number, got, "a topology", hint)
+    if hostfile.looks_damaged(source):
+        return "host file"
     first = next(line for line in source.lines if line.strip())
     formats = ", ".join(READERS)
     raise source.error(

@@ -10,7 +10,18 @@ from typing import Any, Literal
 import numpy as np
 
 from unirl_scale.comm.topology.documents import YamlDoc, read_json, read_yaml
-from unirl_scale.comm.topology.model import SELF, UNKNOWN, Box, Device, Level, Link, Note, Topology
+from unirl_scale.comm.topology.model import (
+    MAX_DEVICES,
+    MAX_NODES,
+    SELF,
+    UNKNOWN,
+    Box,
+    Device,
+    Level,
+    Link,
+    Note,
+    Topology,
+)
 from unirl_scale.comm.topology.source import Source
 
 _SHAPES: dict[str, Literal["switch", "mesh", "unknown"]] = {
@@ -73,18 +84,22 @@ def read_astra(source: Source) -> Topology:
 
 
 def _sizes(source: Source, value: Any, key: str, line: int) -> list[int]:
-    ok = isinstance(value, list) and value and all(re.fullmatch(r"[1-9]\d*", str(v)) for v in value)
+    ok = isinstance(value, list) and value and all(re.fullmatch(r"[1-9]\d{0,11}", str(v)) for v in value)
     if not ok:
         raise source.error(
             line, f"{key} {value!r}", "a list of whole numbers from 1", "write the size of each dimension"
         )
-    return [int(v) for v in value]
+    sizes = [int(v) for v in value]
+    if sizes[0] > MAX_DEVICES or math.prod(sizes[1:]) > MAX_NODES:
+        rule = f"at most {MAX_DEVICES} in the first dimension and {MAX_NODES} in the others together"
+        raise source.error(line, f"{key} {sizes}", rule, "fix the size that is too large")
+    return sizes
 
 
 def _scaled(source: Source, doc: YamlDoc, key: str, value: Any, scale: float) -> float | None:
     if str(value).lower() in ("tbd", "unknown", "none", "?"):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
         raise source.error(doc.line(key), f"{value!r}", "a positive number or tbd", "fix the figure")
     return float(value) * scale or None
 
@@ -141,8 +156,10 @@ def read_taccl(source: Source) -> Topology:
         PlanError: a missing field.
     """
     body = read_json(source, dict)
-    if not isinstance(body.get("gpus_per_node"), int) or body["gpus_per_node"] < 1:
-        raise source.error(source.line_of("gpus_per_node"), "no gpus_per_node", "a whole number", "fix it")
+    count = body.get("gpus_per_node")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DEVICES:
+        rule = f"a whole number from 1 to {MAX_DEVICES}"
+        raise source.error(source.line_of("gpus_per_node"), f"gpus_per_node {count!r}", rule, "fix it")
     per_mb = "1MB" in str(body.get("name", ""))
     notes = []
     if not per_mb:
@@ -157,7 +174,7 @@ def read_taccl(source: Source) -> Topology:
         notes.append(Note(what=what, source=source.name, line=source.line_of("node_betas_list")))
     plain = _dimensions(
         "taccl",
-        [body["gpus_per_node"], 1],
+        [count, 1],
         ["unknown", "unknown"],
         [inside if len(set(betas)) == 1 else Link(kind=""), outside],
         tuple(notes),
@@ -174,7 +191,8 @@ def read_taccl(source: Source) -> Topology:
 
 
 def _taccl_link(source: Source, kind: str, alpha: Any, beta: Any, per_mb: bool) -> Link:
-    if not per_mb or not isinstance(alpha, int | float) or not isinstance(beta, int | float) or beta <= 0:
+    known = all(isinstance(f, int | float) and 0 <= f < 1e9 for f in (alpha, beta))
+    if not per_mb or not known or not beta:
         return Link(kind=kind)
     text = f"{source.name}: {alpha} us + {beta} us a megabyte"
     return Link(kind=kind, alpha_us=float(alpha), beta_gb_per_s=round(1e3 / beta, 4), source=text)

@@ -79,7 +79,9 @@ def _records(source: Source) -> Iterator[tuple[int, dict[str, str]]]:
         pairs = _PAIR.findall(text)
         left = _PAIR.sub("", text).strip()
         if left or not pairs:
-            raise source.error(line, repr((left or text).strip()[:40]), "Key=Value pairs", _HINT)
+            included = left.lower().startswith("include")
+            hint = "give the included file as well as this one, without the line" if included else _HINT
+            raise source.error(line, repr((left or text).strip()[:40]), "Key=Value pairs", hint)
         record: dict[str, str] = {}
         for key, value in pairs:
             if key.lower() not in _KEYS:

@@ -33,7 +33,7 @@ class Block:
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key under which n2 comes before n10."""
-    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p)
+    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", name) if p)
 
 
 def tree_topology(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from unirl_scale.comm.topology import hostlist
 from unirl_scale.comm.topology.documents import YamlDoc, read_yaml
-from unirl_scale.comm.topology.model import Level, Note, Topology, node_topology
+from unirl_scale.comm.topology.model import MAX_NODES, Level, Note, Topology, node_topology
 from unirl_scale.comm.topology.slurm_levels import Block, Switch, block_topology, tree_topology
 from unirl_scale.comm.topology.source import Source
 
@@ -127,8 +126,7 @@ class _Reader:
         for i, item in enumerate(self._items(body, key, label)):
             line = self.doc.line(*self.path, key, i)
             nodes = self._names(item.get("nodes"), line)
-            dims = item.get("dims") or {}
-            volume = int(np.prod([int(v) for v in dims.values()])) if dims else len(nodes)
+            volume = self._volume(item["dims"], line) if item.get("dims") else len(nodes)
             if volume != len(nodes):
                 got = f"{len(nodes)} nodes in a torus of {volume}"
                 raise self.source.error(line, got, "one node a place", "fix dims or nodes")
@@ -137,6 +135,12 @@ class _Reader:
         base = plain.levels[0]
         renamed = Level(name=level, groups=base.groups, member=base.member)
         return node_topology(plain.kind, plain.nodes, (renamed,), plain.notes)
+
+    def _volume(self, dims: Any, line: int) -> int:
+        sizes = list(dims.values()) if isinstance(dims, dict) else []
+        if not sizes or not all(isinstance(size, int) and 0 < size <= MAX_NODES for size in sizes):
+            raise self.source.error(line, f"dims {dims!r}", "whole numbers such as {x: 4, y: 4, z: 2}", _HINT)
+        return math.prod(sizes)
 
     def _items(self, body: dict[str, Any], key: str, label: str) -> list[dict[str, Any]]:
         items = body.get(key)

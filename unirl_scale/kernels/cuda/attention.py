@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unirl_scale.kernels.cuda.chain import follow
 from unirl_scale.kernels.spans import Spans
 
 LOG2_E = 1.4426950408889634
@@ -80,20 +81,33 @@ def attention_kernel(
 
 
 @triton.jit
-def cached_rows(table_ptr, position, inside, page_stride, token_stride, PAGE: tl.constexpr):
-    """Offset of the cache row of each position; a page is looked up only where `inside`."""
-    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
-    return page * page_stride + (position % PAGE) * token_stride
+def cached_rows(
+    table_ptr, first, col, length, page_stride, token_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Offsets of the cache rows of positions first + col. A tile is inside a page or made of whole pages, so
+    a page is looked up once; those past `length` are not."""
+    if PAGE >= BLOCK_N:
+        page = tl.load(table_ptr + first // PAGE).to(tl.int64)
+        return page * page_stride + (first % PAGE + col) * token_stride
+    else:  # noqa: RET505 - not compiled when the condition holds
+        start = tl.zeros((BLOCK_N,), tl.int64)
+        for i in tl.static_range(BLOCK_N // PAGE):
+            entry = table_ptr + first // PAGE + i
+            page = tl.load(entry, mask=first + i * PAGE < length, other=0).to(tl.int64)
+            start = tl.where(col // PAGE == i, page * page_stride, start)
+        return start + (col % PAGE) * token_stride
 
 
 @triton.jit
 def attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, table_ptr, lengths_ptr, scale_log2,
-    q_token, q_head, table_row, k_page, k_token, k_head, v_page, v_token, v_head,
-    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, PAGE: tl.constexpr,
+    q_token, q_head, table_row, page_stride, token_stride, head_stride,
+    heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a (kv head, sample); its rows are the query heads of the group."""
+    if PDL:
+        follow()
     batch = tl.program_id(1).to(tl.int64)
     kv_head = tl.program_id(0)
     length = tl.load(lengths_ptr + batch).to(tl.int32)
@@ -101,22 +115,25 @@ def attention_decode_kernel(
     head = kv_head * group + row
     mask = (row < group)[:, None] & (dim < width)[None, :]
     q = tl.load(q_ptr + batch * q_token + head[:, None] * q_head + dim[None, :], mask=mask, other=0.0)
-    k_at = k_ptr + kv_head * k_head + dim[None, :]
-    v_at = v_ptr + kv_head * v_head + dim[None, :]
+    k_at = k_ptr + kv_head * head_stride + dim[None, :]
+    v_at = v_ptr + kv_head * head_stride + dim[None, :]
     table_at = table_ptr + batch * table_row
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    rows = cached_rows(table_at, 0, col, length, page_stride, token_stride, PAGE, BLOCK_N)
     for j in range(0, length, BLOCK_N):
         inside = j + col < length
         loaded = inside[:, None] & (dim < width)[None, :]
-        k_rows = cached_rows(table_at, j + col, inside, k_page, k_token, PAGE)
-        k = tl.load(k_at + k_rows[:, None], mask=loaded, other=0.0)
-        v_rows = cached_rows(table_at, j + col, inside, v_page, v_token, PAGE)
-        v = tl.load(v_at + v_rows[:, None], mask=loaded, other=0.0)
+        # One tile ahead, so that no load of keys waits for the load of its page number.
+        following = tl.minimum(j + BLOCK_N, (length - 1) // BLOCK_N * BLOCK_N)
+        next_rows = cached_rows(table_at, following, col, length, page_stride, token_stride, PAGE, BLOCK_N)
+        k = tl.load(k_at + rows[:, None], mask=loaded, other=0.0)
+        v = tl.load(v_at + rows[:, None], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(inside[None, :], scores, float("-inf"))
         acc, total, top = online_step(acc, total, top, scores, v, scale_log2)
+        rows = next_rows
     o_at = o_ptr + (batch * heads + head)[:, None] * width + dim[None, :]
     tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=mask)
 
@@ -150,20 +167,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tu
 
 
 def attention_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, scale: float
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    *,
+    pdl: bool,
 ) -> Tensor:
-    """q [B, h, d], pages [P, page, hk, d], block_table int32 [B, N], lengths int64 [B] -> [B, h, d]."""
+    """q [B, h, d], pages [P, page, hk, d] of equal strides, block_table int32 [B, N], lengths int64 [B]
+    -> [B, h, d]."""
     batch, heads, width = q.shape
     o = torch.empty(batch, heads, width, dtype=q.dtype, device=q.device)
     if batch:
         _, page, kv_heads, _ = k_pages.shape
-        stages = 3 if width <= 128 else 2  # reading the cache is the work: all the blocks that fit, in flight
         attention_decode_kernel[(kv_heads, batch)](
             q, k_pages, v_pages, o, block_table, lengths, scale * LOG2_E,
             q.stride(0), q.stride(1), block_table.stride(0),
             k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
-            v_pages.stride(0), v_pages.stride(1), v_pages.stride(2),
-            heads=heads, group=heads // kv_heads, PAGE=page,
-            **(_blocks(q) | {"num_stages": stages}),
+            heads=heads, group=heads // kv_heads, PAGE=page, PDL=pdl, launch_pdl=pdl,
+            **(_blocks(q) | {"num_stages": 3}),  # tiles in flight; more would leave room for fewer programs
         )  # fmt: skip
     return o

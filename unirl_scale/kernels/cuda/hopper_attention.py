@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from unirl_scale.kernels.cuda.attention import LOG2_E, kv_block
 from unirl_scale.kernels.cuda.device import Device
 from unirl_scale.kernels.cuda.hopper_gemm import REGISTERS, shared_layout
-from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, head_band, take_tile
+from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, head_band, ring, take_tile, tile_slots
 from unirl_scale.kernels.spans import Spans
 
 WIDTHS = (64, 128)
@@ -208,30 +208,17 @@ def attention_kernel(
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, WIDTH], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_N, WIDTH], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_N, WIDTH], v_desc.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(0), count=1)
-    mbarrier.init(bars.index(1), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
-        mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=2)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(drawn.index(s), count=1)
-        mbarrier.init(taken.index(s), count=2)
+    q_full, q_empty = ring(1)
+    k_full, k_empty = ring(STAGES)
+    v_full, v_empty = ring(STAGES)
+    slots, drawn, taken = tile_slots()
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1), k_full, k_empty, v_full, v_empty,
+                    q_bufs, k_bufs, v_bufs,
+                    q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty,
                     o_ptr, lse_ptr, slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
                     0, BLOCK_N, WIDTH, STAGES, HEAD_BAND,
                 ),
@@ -239,7 +226,8 @@ def attention_kernel(
             (
                 _attend,
                 (
-                    q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1), k_full, k_empty, v_full, v_empty,
+                    q_bufs, k_bufs, v_bufs,
+                    q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty,
                     o_ptr, lse_ptr, slots, drawn, taken, cu_ptr, samples, tiles, heads, scale_log2,
                     1, BLOCK_N, WIDTH, STAGES, HEAD_BAND,
                 ),
@@ -247,7 +235,7 @@ def attention_kernel(
             (
                 _load_blocks,
                 (
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, bars.index(0), bars.index(1),
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full.index(0), q_empty.index(0),
                     k_full, k_empty, v_full, v_empty, counter_ptr, slots, drawn, taken,
                     cu_ptr, samples, tiles, heads,
                     group, BLOCK_N, STAGES, HEAD_BAND,

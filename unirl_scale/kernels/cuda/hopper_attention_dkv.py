@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from unirl_scale.kernels.cuda.hopper_attention import stat_start, store_rows, zero_rows_from
-from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, take_tile
+from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, ring, take_tile, tile_slots
 
 
 @gluon.jit
@@ -143,26 +143,15 @@ def attention_dkv_kernel(
     do_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 64, WIDTH], q_desc.layout)
     kv_bufs = gl.allocate_shared_memory(q_desc.dtype, [4, 1, 64, WIDTH], q_desc.layout)
     stat_bufs = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 64], lse_desc.layout)
-    kv_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_bars.index(0), count=1)
-    mbarrier.init(kv_bars.index(1), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(drawn.index(s), count=1)
-        mbarrier.init(taken.index(s), count=2)
+    kv_full, kv_empty = ring(1)
+    full, empty = ring(STAGES)
+    slots, drawn, taken = tile_slots()
     gl.warp_specialize(
         [
             (
                 _accumulate_dkv,
                 (
-                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
+                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full.index(0), kv_empty.index(0), full, empty,
                     dk_ptr, dv_ptr, slots, drawn, taken, cu_ptr, samples, tiles, scale, scale_log2,
                     0, WIDTH, kv_heads, group, STAGES, HEAD_BAND,
                 ),
@@ -170,7 +159,7 @@ def attention_dkv_kernel(
             (
                 _accumulate_dkv,
                 (
-                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
+                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full.index(0), kv_empty.index(0), full, empty,
                     dk_ptr, dv_ptr, slots, drawn, taken, cu_ptr, samples, tiles, scale, scale_log2,
                     1, WIDTH, kv_heads, group, STAGES, HEAD_BAND,
                 ),
@@ -179,7 +168,7 @@ def attention_dkv_kernel(
                 _load_queries,
                 (
                     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc,
-                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_bars.index(0), kv_bars.index(1), full, empty,
+                    q_bufs, do_bufs, kv_bufs, stat_bufs, kv_full.index(0), kv_empty.index(0), full, empty,
                     counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
                     kv_heads, group, STAGES, HEAD_BAND,
                 ),

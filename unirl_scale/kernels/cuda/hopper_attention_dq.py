@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from unirl_scale.kernels.cuda.hopper_attention import stat_start, store_rows, zero_rows_from
-from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, take_tile
+from unirl_scale.kernels.cuda.hopper_tiles import banded, draw_tile, ring, take_tile, tile_slots
 
 
 @gluon.jit
@@ -123,26 +123,15 @@ def attention_dq_kernel(
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [4, 1, 64, WIDTH], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_N, WIDTH], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_N, WIDTH], k_desc.layout)
-    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_bars.index(0), count=1)
-    mbarrier.init(q_bars.index(1), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(drawn.index(s), count=1)
-        mbarrier.init(taken.index(s), count=2)
+    q_full, q_empty = ring(1)
+    full, empty = ring(STAGES)
+    slots, drawn, taken = tile_slots()
     gl.warp_specialize(
         [
             (
                 _accumulate_dq,
                 (
-                    q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1), full, empty,
+                    q_bufs, k_bufs, v_bufs, q_full.index(0), q_empty.index(0), full, empty,
                     lse_ptr, delta_ptr, dq_ptr, slots, drawn, taken, cu_ptr, samples, tiles, padded,
                     scale, scale_log2,
                     0, WIDTH, heads, BLOCK_N, STAGES, HEAD_BAND,
@@ -151,7 +140,7 @@ def attention_dq_kernel(
             (
                 _accumulate_dq,
                 (
-                    q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1), full, empty,
+                    q_bufs, k_bufs, v_bufs, q_full.index(0), q_empty.index(0), full, empty,
                     lse_ptr, delta_ptr, dq_ptr, slots, drawn, taken, cu_ptr, samples, tiles, padded,
                     scale, scale_log2,
                     1, WIDTH, heads, BLOCK_N, STAGES, HEAD_BAND,
@@ -160,8 +149,9 @@ def attention_dq_kernel(
             (
                 _load_keys,
                 (
-                    q_desc, do_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_bars.index(0), q_bars.index(1),
-                    full, empty, counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
+                    q_desc, do_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs,
+                    q_full.index(0), q_empty.index(0), full, empty,
+                    counter_ptr, slots, drawn, taken, cu_ptr, samples, tiles,
                     heads, group, BLOCK_N, STAGES, HEAD_BAND,
                 ),
             ),

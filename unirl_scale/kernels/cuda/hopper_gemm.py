@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from unirl_scale.kernels.cuda.hopper_tiles import ring
 from unirl_scale.kernels.cuda.tiles import GemmTile
 
 HALF = 64  # rows of a consumer warpgroup
@@ -184,11 +185,7 @@ def leaf_products_kernel(
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B_ROWS, B_COLUMNS], b_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [2, 1, 64, CHUNK], c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+    full, empty = ring(STAGES)
     gl.warp_specialize(
         [
             (

@@ -1,4 +1,4 @@
-"""How the programs of a persistent Hopper kernel share tiles of unequal length.
+"""What the persistent Hopper kernels share: barriers of their rings, and tiles of unequal length.
 
 The producer warp of a program draws the next tile from a counter and passes its number to the consumers
 through shared memory, so that a program that got short tiles takes more of them. Which program computes a
@@ -13,8 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
+def ring(STAGES: gl.constexpr):
+    """Barriers of a ring that one producer fills and two consumer warpgroups empty: (full, empty)."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    return full, empty
+
+
+@gluon.jit
+def tile_slots():
+    """(slots, drawn, taken) of `draw_tile` and `take_tile`: two turns fit."""
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn, taken = ring(2)
+    return slots, drawn, taken
+
+
+@gluon.jit
 def draw_tile(counter_ptr, slots, drawn, taken, turn):
-    """Producer: draw the tile of this turn and pass it on. Two turns fit in the slots."""
+    """Producer: draw the tile of this turn and pass it on."""
     tile = gl.atomic_add(counter_ptr, 1)
     slot = turn % 2
     mbarrier.wait(taken.index(slot), (turn // 2 & 1) ^ 1)

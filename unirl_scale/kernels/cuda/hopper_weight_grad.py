@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from unirl_scale.kernels.cuda.hopper_gemm import BLOCK_M, HALF, REGISTERS, matrix, stack, tile_at
+from unirl_scale.kernels.cuda.hopper_tiles import ring
 from unirl_scale.kernels.cuda.tiles import GemmTile
 from unirl_scale.kernels.spans import Spans
 
@@ -120,12 +121,8 @@ def weight_grad_kernel(
     a_bufs = gl.allocate_shared_memory(dy_desc.dtype, [2 * STAGES, BLOCK_K, 64], dy_desc.layout)
     b_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], x_desc.layout)
     out_bufs = gl.allocate_shared_memory(gl.float32, [2, 1, 64, BLOCK_N], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = ring(STAGES)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
     for half in gl.static_range(2):
         mbarrier.init(loaded.index(half), count=1)
     gl.warp_specialize(

@@ -66,8 +66,7 @@ class Products:
         if not self._fits_hopper(a, weight, out):
             gemm.leaf_products(a, b, out, first=first, leaves=leaves, round_leaf=round_leaf, bias=bias)
         elif rows <= decode.MAX_ROWS and weight is not b and leaves == 1:
-            block_x = max(16, triton.next_power_of_2(rows))
-            tile = decode_tile(block_x)
+            tile = decode_tile(rows, columns * groups, self.device.programs)
             decode.products(a, weight, out, first=first, round_leaf=round_leaf, bias=bias, tile=tile)
         else:
             hopper_gemm.leaf_products(

@@ -41,6 +41,46 @@ def expect_fp32(op: str, *tensors: Tensor) -> None:
     )
 
 
+def expect_delta(op: str, x: Tensor, delta: Tensor) -> None:
+    """delta of x's shape, and of its dtype or fp32: the root of a sum, not rounded yet."""
+    expect_dtype(op, x)
+    fits = delta.shape == x.shape and delta.dtype in (x.dtype, torch.float32)
+    expect(fits, op, "takes two tensors of one shape, the second of the first's dtype or fp32", x, delta)
+
+
+def expect_rope_to_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+) -> None:
+    """As OpTable.rope_to_pages; pages lie end to end, whatever the strides of k and v."""
+    op = "rope_to_pages"
+    expect_dtype(op, q, k, v, k_pages, v_pages)
+    expect_fp32(f"{op} (cos, sin)", cos, sin)
+    fits = (
+        q.dim() == 3
+        and q.shape[2] % 2 == 0
+        and k.shape == v.shape == (q.shape[0], k.shape[1], q.shape[2])
+        and cos.shape == sin.shape == (q.shape[0], q.shape[2] // 2)
+        and k_pages.dim() == 4
+        and k_pages.shape == v_pages.shape
+        and k_pages.shape[2:] == k.shape[1:]
+        and slots.shape == q.shape[:1]
+        and slots.dtype == torch.int64
+    )
+    expect(
+        fits, op, "q [B, h, d], k and v [B, hk, d], pages [P, page, hk, d], slots [B]", q, k, k_pages, slots
+    )
+    dense = all(t.stride(-1) == 1 and t.stride(0) == t.shape[1] * t.stride(1) for t in (k_pages, v_pages))
+    last = q.stride(2) == k.stride(2) == v.stride(2) == 1 and slots.is_contiguous()
+    expect(dense and last, op, "takes pages that lie end to end, contiguous d and slots", q, k, k_pages)
+
+
 def expect_attention(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """q [T, h, d], k and v [T, hk, d] with hk dividing h."""
     fits = (

@@ -25,9 +25,11 @@ from unirl_scale.kernels.cuda.products import Products, copyable
 from unirl_scale.kernels.cuda.shapes import (
     expect,
     expect_attention,
+    expect_delta,
     expect_dtype,
     expect_fp32,
     expect_heads,
+    expect_rope_to_pages,
     expect_vocab,
 )
 from unirl_scale.kernels.pages import check_pages
@@ -189,10 +191,22 @@ class CudaOps:
     def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         expect(w.shape == x.shape[-1:], "rmsnorm", "x [..., H], w [H]", x, w)
         expect_dtype("rmsnorm", x)
-        y, rstd = norm.rmsnorm(_rows(x), w, eps)
+        y, rstd = norm.rmsnorm(_rows(x), w, eps, pdl=self.device.hopper)
         return y.view(x.shape), rstd.view(x.shape[:-1])
 
-    def rmsnorm_dx(self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        expect_delta("add", x, delta)
+        return pointwise.add(x.contiguous(), delta.contiguous(), pdl=self.device.hopper)
+
+    def add_rmsnorm(self, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        expect(w.shape == x.shape[-1:], "add_rmsnorm", "x [..., H], w [H]", x, w)
+        expect_delta("add_rmsnorm", x, delta)
+        total, y, rstd = norm.add_rmsnorm(_rows(x), _rows(delta), w, eps, pdl=self.device.hopper)
+        return total.view(x.shape), y.view(x.shape), rstd.view(x.shape[:-1])
+
+    def rmsnorm_dx(
+        self, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         expect(
             w.shape == x.shape[-1:] and dy.shape == x.shape and rstd.shape == x.shape[:-1],
             "rmsnorm_dx",
@@ -202,8 +216,12 @@ class CudaOps:
             w,
             rstd,
         )
-        expect_dtype("rmsnorm_dx", dy, x)
-        dx, dw = norm.rmsnorm_dx(_rows(dy), _rows(x), w, rstd.reshape(-1))
+        expect_delta("rmsnorm_dx", x, dy)
+        if residual is not None:
+            expect(residual.shape == x.shape, "rmsnorm_dx", "residual and x of one shape", residual, x)
+            expect_dtype("rmsnorm_dx (residual)", x, residual)
+        beside = None if residual is None else _rows(residual)
+        dx, dw = norm.rmsnorm_dx(_rows(dy), _rows(x), w, rstd.reshape(-1), beside)
         return dx.view(x.shape), dw.view(x.shape)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -222,6 +240,20 @@ class CudaOps:
         expect_fp32("rope (cos, sin)", cos, sin)
         return pointwise.rope(x, cos, sin, inverse=inverse)
 
+    def rope_to_pages(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        expect_rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots)
+        return pointwise.rope_to_pages(q, k, v, cos, sin, k_pages, v_pages, slots, pdl=self.device.hopper)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         expect(
             gate_up.dim() == 4 and gate_up.shape[2] == 2 and gate_up.is_contiguous(),
@@ -230,9 +262,9 @@ class CudaOps:
             gate_up,
         )
         expect_dtype("swiglu", gate_up)
-        return pointwise.swiglu(gate_up)
+        return pointwise.swiglu(gate_up, pdl=self.device.hopper)
 
-    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> Tensor:
+    def swiglu_dx(self, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         tokens, leaves, _, width = gate_up.shape
         expect(
             dy.shape == (tokens, leaves, width) and dy.is_contiguous() and gate_up.is_contiguous(),
@@ -281,10 +313,10 @@ class CudaOps:
     ) -> Tensor:
         tile = attention_kernels.kv_block(q.dtype, q.shape[-1])
         check_pages(q, k_pages, v_pages, block_table, lengths, tile)
-        whole = block_table.stride(1) == 1 and lengths.is_contiguous()
-        expect(whole, "attention_decode", "lengths and rows of block_table are contiguous", block_table)
         expect_heads("attention_decode", q, k_pages, v_pages)
-        return attention_kernels.attention_decode(q, k_pages, v_pages, block_table, lengths, scale)
+        return attention_kernels.attention_decode(
+            q, k_pages, v_pages, block_table, lengths, scale, pdl=self.device.hopper
+        )
 
     def _fits_hopper_attention(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
@@ -311,11 +343,16 @@ class CudaOps:
         entropy: Tensor,
         grad_logprob: Tensor,
         grad_entropy: Tensor,
+        *,
+        scale: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         expect_vocab("vocab_dlogits", logits, leaves, valid, targets)
         expect_fp32("vocab_dlogits", lse, entropy, grad_logprob, grad_entropy)
         columns = self._valid_columns(valid, logits.device)
-        return vocab.vocab_dlogits(logits, columns, targets, lse, entropy, grad_logprob, grad_entropy)
+        return vocab.vocab_dlogits(
+            logits, columns, targets, lse, entropy, grad_logprob, grad_entropy, scale, dtype
+        )
 
     def _valid_columns(self, valid: Sequence[int], device: torch.device) -> Tensor:
         key = (device, tuple(valid))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 GEMM_ROWS = 128
+INSTRUCTION_ROWS = 64  # height of a tensor-core instruction
 NARROW_COLUMNS = 64
 # Time of a tile relative to a 128 x 256 one, K being equal.
 _TILE_COST = {256: 1.0, 128: 0.53, 64: 0.31}
@@ -31,8 +32,10 @@ class GemmTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTile:
-    """A decode product: 64 rows of the weight by k columns a step."""
+    """A decode product: w rows of the weight by x of the activations, k columns a step."""
 
+    w: int
+    x: int
     k: int
     stages: int
 
@@ -76,10 +79,20 @@ def weight_grad_tile(rows: int, columns: int, leaves: int, programs: int) -> Gem
 
 
 @lru_cache(maxsize=4096)
-def decode_tile(block_x: int) -> DecodeTile:
-    """As many bytes in flight as shared memory holds, in steps as wide as leave four stages."""
+def decode_tile(rows: int, weight_rows: int, programs: int) -> DecodeTile:
+    """Tiles that keep two thirds of the programs busy; as many bytes in flight as shared memory holds, in
+    steps as wide as leave four stages.
+
+    Args:
+        rows: of the activations, at most INSTRUCTION_ROWS.
+        weight_rows: of all leaves that run side by side.
+    """
+    x = next(n for n in (16, 32, INSTRUCTION_ROWS) if rows <= n)
+    w = INSTRUCTION_ROWS
+    while x == INSTRUCTION_ROWS and w > 16 and 3 * -(-weight_rows // w) < 2 * programs:
+        w //= 2
     for k in (256, 128):
-        stages = SHARED_BYTES // ((64 + block_x) * k * 2)
+        stages = SHARED_BYTES // ((w + x) * k * 2)
         if stages >= 4:
             break
-    return DecodeTile(k=k, stages=min(stages, 8))
+    return DecodeTile(w=w, x=x, k=k, stages=min(stages, 8))

@@ -57,7 +57,7 @@ def vocab_stats_kernel(
 @triton.jit
 def vocab_dlogits_kernel(
     logits_ptr, valid_ptr, targets_ptr, lse_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, out_ptr,
-    width, leaves, BLOCK: tl.constexpr,
+    width, leaves, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -68,8 +68,10 @@ def vocab_dlogits_kernel(
     hot = tl.where(leaf * width + col == tl.load(targets_ptr + row), 1.0, 0.0)
     grad = tl.load(grad_logprob_ptr + row) * (hot - p)
     grad -= tl.load(grad_entropy_ptr + row) * (p * (logp + tl.load(entropy_ptr + row)))
+    if SCALED:
+        grad *= scale
     grad = tl.where(col < tl.load(valid_ptr + leaf), grad, 0.0)
-    tl.store(out_ptr + at, grad, mask=col < width)
+    tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
 @triton.jit
@@ -115,15 +117,17 @@ def vocab_dlogits(
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """-> fp32 [T, L*v]; see OpTable.vocab_dlogits."""
+    """-> dtype [T, L*v]; see OpTable.vocab_dlogits."""
     rows, leaves = logits.shape[0], valid.shape[0]
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, dtype=dtype)
     if rows:
         width = logits.shape[1] // leaves
         vocab_dlogits_kernel[(rows, leaves, triton.cdiv(width, GRAD_BLOCK))](
             logits, valid, targets, lse, entropy, grad_logprob, grad_entropy, out, width, leaves,
-            BLOCK=GRAD_BLOCK, num_warps=8,
+            scale, SCALED=scale != 1.0, BLOCK=GRAD_BLOCK, num_warps=8,
         )  # fmt: skip
     return out
 

@@ -4,10 +4,11 @@
     messages     what the control threads say to each other
     hub          decides the next view; a state machine without sockets or clocks
     directory    where a newcomer finds the job, and the numbering that fences off stale parts of it
+    seen         what a process knows of the job, and how its control thread works
+    search       asking other processes for the hub
     control      the control thread of a rank: its links, its hub or its successor, the rank that it watches
     membership   what the training thread talks to
     session      training on one view after another
-    grace        saving and ending in time when the scheduler asks
     faults       failures on purpose, for tests
 
 The control plane is apart from the data plane: it talks over sockets of its own, so it works while

@@ -14,14 +14,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from unirl_scale.core.progress import Progress
-from unirl_scale.train.elastic.directory import Directory
-from unirl_scale.train.elastic.hub import Hub, Rules
-from unirl_scale.train.elastic.links import Link, ask
+from unirl_scale.train.elastic.hub import Hub
+from unirl_scale.train.elastic.links import Link
 from unirl_scale.train.elastic.messages import (
     Alive,
     Announce,
@@ -31,6 +30,7 @@ from unirl_scale.train.elastic.messages import (
     Halt,
     Hello,
     Kill,
+    Leave,
     Message,
     Over,
     Ready,
@@ -41,56 +41,14 @@ from unirl_scale.train.elastic.messages import (
     Welcome,
 )
 from unirl_scale.train.elastic.processes import kill
+from unirl_scale.train.elastic.search import ANSWER_S, Found, Search
+from unirl_scale.train.elastic.seen import ControlSettings, Seen
 from unirl_scale.train.elastic.view import Member, View
 from unirl_scale.train.elastic.watching import send_beats, watch
 
 _RETRY_S = 0.05
-_ANSWER_S = 1.0  # a control thread that is alive answers within milliseconds
+_LAST_WORDS_S = 1.0  # of a process that fails: it closes its links before it has reported why
 _PUBLISHED = 32  # members that a newcomer may ask for the hub
-
-
-@dataclass(slots=True)
-class Seen:
-    """What this process knows of the job.
-
-    Attributes:
-        view: the newest view that it is part of.
-        stopped: why that view ended, "" while it stands.
-        regroup: why its members are asked to leave it together.
-        halted: why this process must end.
-        over: training is complete.
-        stopped_s, formed_s: when the last view ended and the newest one came; monotonic clock.
-    """
-
-    view: View | None = None
-    stopped: str = ""
-    regroup: str = ""
-    halted: str = ""
-    over: bool = False
-    stopped_s: float = 0.0
-    formed_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSettings:
-    """How a control thread works.
-
-    Attributes:
-        run: id of the job; strangers with another one are turned away.
-        founder: this process founds the job when nobody is there.
-        rules: of the hub, should this process become it.
-        on_stop: called from a thread of its own when the view ends; must free the training thread from
-            whatever collective it waits in.
-    """
-
-    run: str
-    founder: bool
-    rules: Rules
-    directory: Directory
-    interval_s: float
-    timeout_s: float
-    stall_timeout_s: float
-    on_stop: Callable[[str], None]
 
 
 class Control:
@@ -115,14 +73,11 @@ class Control:
         self._uplink: Link | None = None
         self._hub_member: Member | None = None  # who is the hub, as far as known
         self._announced: Member | None = None  # who says that it is
-        self._lost: dict[str, tuple[str, str]] = {}  # members of the view found dead: why, doing what
-        self._watched, self._heard = (
-            "",
-            "",
-        )  # uid of the rank before this one, and what it was last heard doing
+        self._search = Search(settings.run, me)
+        self._leaving = False
+        self._watched, self._heard = "", ""  # uid of the rank before this one, what it was last heard doing
         self._standing: dict[type, Message] = {}  # said until further notice: repeated to every new hub
         self._watching: asyncio.Task[None] | None = None
-
         self._thread = threading.Thread(target=self._run, name="elastic", daemon=True)
 
     # ---- for the training thread ----------------------------------------------------------------------
@@ -130,7 +85,7 @@ class Control:
         self._thread.start()
 
     def say(self, message: Message) -> None:
-        """Tell the hub. Ready and Done are repeated to a successor of the hub."""
+        """Tell the hub. Ready and Done are repeated to a successor of the hub; a hub that leaves resigns."""
         self._loop.call_soon_threadsafe(self._say, message)
 
     def end(self, timeout_s: float) -> None:
@@ -157,7 +112,7 @@ class Control:
 
     async def _wind_up(self) -> None:
         """Hand over what is queued; a hub waits for the others to hang up first."""
-        deadline_s = time.monotonic() + _ANSWER_S
+        deadline_s = time.monotonic() + ANSWER_S
         for link in (*self._links.values(), *([self._uplink] if self._uplink else [])):
             await link.flush()
         while self._links.keys() - {self.me.uid} and time.monotonic() < deadline_s:
@@ -174,6 +129,9 @@ class Control:
                 self._uplink.send(Alive(doing=self.progress.describe()))
 
     def _say(self, message: Message) -> None:
+        if isinstance(message, Leave):
+            self._leaving = True
+            self._resign()
         if isinstance(message, Ready):
             message = replace(message, watched=self._watched, heard=self._heard)
         if isinstance(message, Ready | Done):
@@ -194,7 +152,7 @@ class Control:
         try:
             # Cancelled when the thread ends, which asyncio's server would report as an error.
             with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                first = await link.receive(_ANSWER_S)
+                first = await link.receive(ANSWER_S)
                 if isinstance(first, Hello | Watch | Announce) and first.run == self.settings.run:
                     await self._answer(link, first)
         finally:
@@ -204,6 +162,9 @@ class Control:
         match first:
             case Watch():
                 await send_beats(link, self.progress, self.settings.interval_s)
+            case Hello() | Announce() if self._leaving:
+                link.send(Leave())
+                await link.flush()
             case Announce():
                 self._yield_to(first.hub)
             case Hello() if self._hub is not None:
@@ -220,29 +181,43 @@ class Control:
         if (attached and self._hub_member == hub) or (self._hub is not None and self.me.slot < hub.slot):
             return
         self._announced, self._hub = hub, None
+        self._hang_up()
+        self._leave_hub()
+
+    def _resign(self) -> None:
+        """A hub that leaves makes way for its successor."""
+        for link in self._links.values() if self._hub is not None else ():
+            link.send(Leave())
+        self._hub = None
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._leave_hub()
 
     # ---- the hub --------------------------------------------------------------------------------------
     def _become_hub(self) -> None:
         view = self.seen.view
-        self._hub = Hub(self.settings.rules, view, self._lost, time.monotonic())
+        lost = {uid: how for uid, how in self._search.lost.items() if uid not in self._search.left}
+        self._hub = Hub(self.settings.rules, view, lost, time.monotonic(), self._search.left)
         self._hub_member = self.me
         self.settings.directory.publish([self.me.address])
         for member in (*view.members, *view.bench) if view is not None else ():
-            if member.uid != self.me.uid and member.uid not in self._lost:
+            if member.uid != self.me.uid and member.uid not in self._search.lost:
                 self._start(self._announce(self._hub, member))
 
     async def _announce(self, hub: Hub, member: Member) -> None:
-        link = await Link.open(member.address, _ANSWER_S)
+        link = await Link.open(member.address, ANSWER_S)
         if link is None:
             hub.unreachable(member.uid, time.monotonic())
             self._post(hub)
             return
         link.send(Announce(run=self.settings.run, hub=self.me))
-        await link.flush()
+        with contextlib.suppress(TimeoutError):
+            if isinstance(await link.receive(ANSWER_S), Leave):
+                hub.departed(member.uid)
+                self._post(hub)
         link.close()
 
     async def _host(self, hub: Hub, link: Link, hello: Hello) -> None:
@@ -271,9 +246,12 @@ class Control:
 
     # ---- the way to the hub ---------------------------------------------------------------------------
     async def _stay_attached(self) -> None:
-        while not (self.seen.halted or self.seen.over):
+        alone_s, patience_s = time.monotonic(), self.settings.rules.wait_timeout_s
+        while not (self.seen.halted or self.seen.over or self._leaving):
             found = await self._seek()
             if found is None:
+                if time.monotonic() - alone_s > patience_s:
+                    self._halt(f"found no hub of job {self.settings.run} within {patience_s:g} s")
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._uplink, welcome = found
@@ -286,66 +264,41 @@ class Control:
             await self._follow(self._uplink)
             self._uplink.close()
             self._uplink = None
+            alone_s = time.monotonic()
             if self._announced is None and self._hub is None:
-                self._lost.setdefault(hub.uid, ("its process ended", self._heard_of(hub.uid)))
+                self._search.lost.setdefault(hub.uid, ("its process ended", self._heard_of(hub.uid)))
 
-    async def _seek(self) -> tuple[Link, Welcome] | None:
+    async def _seek(self) -> Found | None:
         """Ask once whoever may be the hub, or know it; become the hub if that falls to this process."""
         if self._announced is not None:
             announced, self._announced = self._announced, None
-            return await self._hello(announced)
+            return await self._search.hello(announced)
         view = self.seen.view
         if view is None or view.rank_of(self.me.uid) is None:
             return await self._seek_as_newcomer()
         for member in view.members:
             if member.uid == self.me.uid:
                 self._become_hub()
-                return await self._hello(self.me)
-            if member.uid not in self._lost:
-                found, alive = await self._inquire(member.address)
+                return await self._search.hello(self.me)
+            if member.uid not in self._search.lost:
+                found, alive = await self._search.inquire(member.address, member.uid)
                 if alive:
                     return found  # or it will be the hub once it has noticed that the old one is lost
-                self._lost[member.uid] = ("unreachable", self._heard_of(member.uid))
+                self._search.lost[member.uid] = ("unreachable", self._heard_of(member.uid))
+                await self._search.probe(view.members[: view.members.index(self.me)])
         return None
 
-    async def _seek_as_newcomer(self) -> tuple[Link, Welcome] | None:
+    async def _seek_as_newcomer(self) -> Found | None:
         anybody = False
         for address in self.settings.directory.addresses():
-            found, alive = await self._inquire(address)
+            found, alive = await self._search.inquire(address)
             if found is not None:
                 return found
             anybody = anybody or alive
         if anybody or not self.settings.founder:
             return None
         self._become_hub()
-        return await self._hello(self.me)
-
-    async def _inquire(self, address: str) -> tuple[tuple[Link, Welcome] | None, bool]:
-        """(the hub, whether anybody answered): the process there, or the one that it names."""
-        answer = await ask(address, self._greeting(), _ANSWER_S)
-        if answer is None:
-            return None, False
-        link, message = answer
-        if isinstance(message, Welcome):
-            return (link, message), True
-        link.close()
-        if isinstance(message, Elsewhere) and message.hub is not None:
-            return await self._hello(message.hub), True
-        return None, True
-
-    async def _hello(self, hub: Member) -> tuple[Link, Welcome] | None:
-        answer = await ask(hub.address, self._greeting(), _ANSWER_S)
-        if answer is not None and isinstance(answer[1], Welcome):
-            return answer[0], answer[1]
-        if answer is not None:
-            answer[0].close()
-        else:
-            self._lost.setdefault(hub.uid, ("unreachable", ""))
-        return None
-
-    def _greeting(self) -> Hello:
-        incarnation = self.seen.view.incarnation if self.seen.view is not None else 0
-        return Hello(run=self.settings.run, member=self.me, incarnation=incarnation, lost=tuple(self._lost))
+        return await self._search.hello(self.me)
 
     def _heard_of(self, uid: str) -> str:
         return self._heard if uid == self._watched else ""
@@ -356,14 +309,10 @@ class Control:
 
     async def _doubt(self, hub: Member) -> None:
         """Another process takes the hub for dead: find out."""
-        if hub.uid in self._lost:
-            return
-        answer = await ask(hub.address, Watch(run=self.settings.run, uid=self.me.uid), _ANSWER_S)
-        if answer is not None:
-            answer[0].close()
-            return
-        self._lost[hub.uid] = ("unreachable", "")
-        self._leave_hub()
+        if hub.uid not in self._search.lost:
+            await self._search.probe([hub])
+            if hub.uid in self._search.lost:
+                self._leave_hub()
 
     # ---- what the hub says ----------------------------------------------------------------------------
     async def _follow(self, link: Link) -> None:
@@ -376,10 +325,11 @@ class Control:
                 case Formed():
                     self._enter(message.view)
                 case Kill():
-                    kill(message.member)
+                    self._start(self._end(message.member))
+                case Leave() if self._hub_member is not None:
+                    self._search.left.add(self._hub_member.uid)
                 case Halt():
-                    self._note(halted=message.reason)
-                    self._stop(message.reason)
+                    self._halt(message.reason)
                     return
                 case Over():
                     self._note(over=True)
@@ -387,8 +337,16 @@ class Control:
                 case _:
                     pass
 
+    async def _end(self, member: Member) -> None:
+        await asyncio.sleep(_LAST_WORDS_S)
+        kill(member)
+
     def _in_view(self, incarnation: int) -> bool:
         return self.seen.view is not None and self.seen.view.incarnation == incarnation
+
+    def _halt(self, reason: str) -> None:
+        self._note(halted=reason)
+        self._stop(reason)
 
     def _stop(self, reason: str) -> None:
         """The view is over; ending collectives may take a while, so not on this thread."""
@@ -399,7 +357,7 @@ class Control:
     def _enter(self, view: View) -> None:
         if view.rank_of(self.me.uid) is not None:
             self._standing.pop(Ready, None)
-        self._lost.clear()
+        self._search.begin(view)
         self._note(view=view, stopped="", regroup="", formed_s=time.monotonic())
         if self._watching is not None:
             self._watching.cancel()
@@ -423,13 +381,16 @@ class Control:
             stall_timeout_s=settings.stall_timeout_s,
         )
         if self._hub_member is not None and self._hub_member.uid == target.uid:
-            self._lost[target.uid] = (reason, self._heard)
+            self._search.lost[target.uid] = (reason, self._heard)
             self._leave_hub()
             return
         self._say(Suspect(uid=target.uid, reason=reason, doing=self._heard))
-        await asyncio.sleep(_ANSWER_S)
+        await asyncio.sleep(ANSWER_S)
         hub = self._hub_member
         deaf = self._in_view(view.incarnation) and not self.seen.stopped
         if deaf and hub is not None and hub.uid != self.me.uid:
-            self._lost |= {target.uid: (reason, self._heard), hub.uid: (f"silent for {_ANSWER_S:g} s", "")}
+            self._search.lost |= {
+                target.uid: (reason, self._heard),
+                hub.uid: (f"silent for {ANSWER_S:g} s", ""),
+            }
             self._leave_hub()

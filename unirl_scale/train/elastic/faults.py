@@ -15,6 +15,8 @@ from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.progress import Progress
 from unirl_scale.core.typed import TypedReader
 
+LINGER_S = 0.4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -25,8 +27,8 @@ class Fault:
         step: training step in progress, from 1.
         phase: as `Progress` has it, e.g. "forward", "reduce", "restore".
         collective: 0 = when the phase begins, n = before its n-th collective.
-        action: `kill` is SIGKILL, `hang` is SIGSTOP, `term` is SIGTERM, `wait` computes on without ever
-            reaching a collective, `fail` raises.
+        action: `kill` is SIGKILL, `hang` is SIGSTOP, `wait` computes on without ever reaching a collective,
+            `linger` computes for a moment in which a test can do something, `fail` raises.
         once: a path; the fault happens only while nothing is there, and puts a file there.
     """
 
@@ -35,7 +37,7 @@ class Fault:
     phase: str
     once: str
     collective: int = 0
-    action: Literal["kill", "hang", "term", "wait", "fail"] = "kill"
+    action: Literal["kill", "hang", "wait", "linger", "fail"] = "kill"
 
 
 def read_faults(text: str) -> tuple[Fault, ...]:
@@ -81,10 +83,10 @@ def _happen(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "term":
-            os.kill(os.getpid(), signal.SIGTERM)
         case "wait":
             while True:
                 time.sleep(1.0)
+        case "linger":
+            time.sleep(LINGER_S)
         case "fail":
             raise RuntimeError(f"fault in slot {fault.slot}, step {fault.step}, {fault.phase}")

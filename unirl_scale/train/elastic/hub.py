@@ -85,6 +85,7 @@ class Hub:
         view: the newest view that this process took part in; None for the founder of a job.
         lost: members of `view` that are known to be gone: uid -> (how that was noticed, what it was doing).
         now_s: monotonic clock.
+        left: members of `view` that went in peace.
 
     Attributes:
         view: the newest view formed.
@@ -93,7 +94,12 @@ class Hub:
     """
 
     def __init__(
-        self, rules: Rules, view: View | None, lost: Mapping[str, tuple[str, str]], now_s: float
+        self,
+        rules: Rules,
+        view: View | None,
+        lost: Mapping[str, tuple[str, str]],
+        now_s: float,
+        left: Collection[str] = (),
     ) -> None:
         self.rules, self.view, self.halted, self.over = rules, view, "", False
         self._seats: dict[str, _Seat] = {}
@@ -102,7 +108,9 @@ class Hub:
         self._asked_to_regroup = False
         self._gathering: _Gathering | None = _Gathering(reason="", since_s=now_s)
         if view is not None:
-            self._gather("the hub was lost", now_s)
+            gathering = self._gather("the hub was lost", now_s)
+            for uid in left:
+                gathering.expected.pop(uid, None)
             for uid, (reason, doing) in lost.items():
                 self._record(uid, reason, doing)
 
@@ -160,6 +168,12 @@ class Hub:
         """A member of the last view does not answer to the successor of a lost hub."""
         if uid not in self._seats:
             self._evict(uid, "unreachable", "", now_s)
+            self._form()
+
+    def departed(self, uid: str) -> None:
+        """A member of the last view told the successor of a lost hub that it has left."""
+        if self._gathering is not None:
+            self._gathering.expected.pop(uid, None)
             self._form()
 
     def tick(self, now_s: float) -> None:
@@ -250,7 +264,7 @@ class Hub:
                 self._send(by_host[member.host], Kill(member=self._condemned.pop(uid)))
 
     # ---- views ----------------------------------------------------------------------------------------
-    def _gather(self, reason: str, now_s: float) -> None:
+    def _gather(self, reason: str, now_s: float) -> _Gathering:
         """End the view."""
         assert self.view is not None
         self._asked_to_regroup = False
@@ -259,6 +273,7 @@ class Hub:
         for uid in expected:
             if uid in self._seats:
                 self._send(uid, Stop(incarnation=self.view.incarnation, reason=reason))
+        return self._gathering
 
     def _adopt(self, view: View, now_s: float) -> None:
         """A member knows a newer view, formed by a hub that was lost before everyone heard of it."""

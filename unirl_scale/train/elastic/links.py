@@ -1,4 +1,8 @@
-"""Connections of the control plane: typed messages over TCP, every wait with a deadline."""
+"""Connections of the control plane: typed messages over TCP, every wait with a deadline.
+
+A process that was stopped meanwhile finds its deadline over and what it waited for there: whoever judges by a
+deadline looks twice, half the time each.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import socket
 from unirl_scale.train.elastic.messages import Message, decode, encode
 
 _LIMIT_BYTES = 64 << 20  # of one line: a view of a very large job
+_LOOKS = 2
 
 
 class Link:
@@ -23,9 +28,14 @@ class Link:
     async def open(cls, address: str, timeout_s: float) -> Link | None:
         """Connect; None when nobody answers there."""
         host, _, port = address.rpartition(":")
-        with contextlib.suppress(OSError, TimeoutError, ValueError):
-            async with asyncio.timeout(timeout_s):
-                return cls(*await asyncio.open_connection(host, int(port), limit=_LIMIT_BYTES))
+        for _ in range(_LOOKS):
+            try:
+                async with asyncio.timeout(timeout_s / _LOOKS):
+                    return cls(*await asyncio.open_connection(host, int(port), limit=_LIMIT_BYTES))
+            except TimeoutError:
+                continue
+            except (OSError, ValueError):
+                return None
         return None
 
     def send(self, message: Message) -> None:
@@ -63,10 +73,14 @@ async def ask(address: str, question: Message, timeout_s: float) -> tuple[Link, 
     if link is None:
         return None
     link.send(question)
-    with contextlib.suppress(TimeoutError):
-        answer = await link.receive(timeout_s)
+    for _ in range(_LOOKS):
+        try:
+            answer = await link.receive(timeout_s / _LOOKS)
+        except TimeoutError:
+            continue
         if answer is not None:
             return link, answer
+        break
     link.close()
     return None
 

@@ -11,12 +11,13 @@ from types import TracebackType
 from unirl_scale.comm.breaker import Breaker
 from unirl_scale.core.errors import ElasticError, MembershipChanged, StopRequested
 from unirl_scale.core.progress import Progress
-from unirl_scale.train.elastic.control import Control, ControlSettings, Seen
+from unirl_scale.train.elastic.control import Control
 from unirl_scale.train.elastic.directory import Directory
 from unirl_scale.train.elastic.hub import Rules
 from unirl_scale.train.elastic.links import own_address
 from unirl_scale.train.elastic.messages import Done, Leave, Ready
 from unirl_scale.train.elastic.processes import process_uid
+from unirl_scale.train.elastic.seen import ControlSettings, Seen
 from unirl_scale.train.elastic.view import Member, View
 
 

@@ -83,7 +83,8 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """I go; nothing is wrong."""
+    """I go; nothing is wrong, and nobody need kill me. Also a hub's last word to all, and the answer of who
+    leaves to Hello and Announce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +28,10 @@ from unirl_scale.train.elastic.links import own_address
 from unirl_scale.train.elastic.membership import Membership, Pace, Seat
 from unirl_scale.train.elastic.timeline import Timeline
 from unirl_scale.train.elastic.view import View
-from unirl_scale.train.loop import BACKENDS, agree, end_if_asked, train
+from unirl_scale.train.loop import agree, end_if_asked, train
 from unirl_scale.train.metrics import Reporter, SilentReporter
-from unirl_scale.train.setup import Setup, prepare
+from unirl_scale.train.rundir import RunDir, hold
+from unirl_scale.train.setup import Setup, prepare, transport
 from unirl_scale.train.stopping import StopRequest
 
 _CONNECT_S = 5.0
@@ -58,6 +59,7 @@ def run_elastic(
 
     Raises:
         ElasticError: the job cannot go on.
+        ConfigError: another job has taken the run directory.
         Stopped: `stop` asked for it.
     """
     setup = prepare(cfg)
@@ -68,7 +70,7 @@ def run_elastic(
     seat = Seat(
         slot=rank_info.rank,
         node="unknown" if rank_info.node_rank is None else str(rank_info.node_rank),
-        run=f"{meets_at}:{rank_info.master_port}",
+        run=rank_info.job,
         meets_at=meets_at,
     )
     elastic, directory = cfg.elastic, Directory(elastic_dir(cfg))
@@ -78,12 +80,14 @@ def run_elastic(
         stall_timeout_s=elastic.stall_timeout_s,
     )
     rules = hub_rules(setup.cfg, directory, stores)
-    with Membership(seat, pace, rules, directory, progress) as membership:
+    with ExitStack() as held, Membership(seat, pace, rules, directory, progress) as membership:
         stop.on_request = membership.interrupt
-        session = _Session(setup, rank_info, reporter, stop, membership)
+        session = _Session(setup, rank_info, reporter, stop, membership, held)
         try:
             return session.run()
         except UniRLError as error:
+            if stop.signum:
+                membership.leave()  # those who were not asked go on; where all were, nobody is missed
             end_if_asked(stop, error)
             raise
 
@@ -133,9 +137,11 @@ class _Session:
         reporter: Reporter,
         stop: StopRequest,
         membership: Membership,
+        held: ExitStack,
     ) -> None:
         self.setup, self.rank_info, self.reporter = setup, rank_info, reporter
-        self.stop, self.membership = stop, membership
+        self.stop, self.membership, self.held = stop, membership, held
+        self._holds = False  # the run directory
         self.timeline: Timeline | None = None
         self.boundary = Boundary(stop, lambda: membership.regroup)
 
@@ -174,6 +180,7 @@ class _Session:
             cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
         reporter: Reporter = SilentReporter()
         if factory.rank == 0:
+            self._hold_run_dir()
             reporter, layout = self.reporter, describe_layout(cfg.mesh)
             for loss in view.losses:
                 reporter.warn(f"lost {loss}")
@@ -183,6 +190,16 @@ class _Session:
         agree(factory.world, self.setup.task)
         info = replace(self.rank_info, rank=factory.rank, world_size=factory.world_size)
         train(self.setup, cfg, info, factory, reporter, self.stop, self.boundary, again=again)
+
+    def _hold_run_dir(self) -> None:
+        """The rank 0 that held it may be lost; where our own launcher holds it, that ends with the job."""
+        if self.rank_info.launcher == "local" or self._holds:
+            return
+        with ExitStack() as attempt:
+            run_dir = RunDir(Path(self.setup.cfg.run_dir))
+            self._holds = attempt.enter_context(hold(run_dir, self.rank_info.job))
+            if self._holds:
+                self.held.enter_context(attempt.pop_all())
 
     def _time(self, view: View, layout: str, file: Path) -> None:
         """Note what this view takes to its first step, in place of the last view's timeline."""
@@ -194,13 +211,14 @@ class _Session:
     def _join(self, view: View, breaker: Breaker) -> AbstractContextManager[GroupFactory]:
         rank = view.rank_of(self.membership.me.uid)
         assert rank is not None
+        backend, device = transport(self.setup.cfg.hardware)
         return connect(
             rank,
             len(view.members),
-            BACKENDS[self.setup.cfg.hardware.vendor],
+            backend,
             store=_client(view.store) if len(view.members) > 1 else None,
             timeout=timedelta(minutes=10),
-            device=self.setup.device,
+            device=device,
             progress=self.membership.progress,
             breaker=breaker,
         )
