@@ -73,7 +73,7 @@ class Boundary:
         self.computing_s = {}
         self._clock.take_s()
         if self._clock.observe not in progress.observers:
-            progress.observers = (*progress.observers, self._clock.observe)
+            progress.observers = (self._clock.observe, *progress.observers)
 
     @property
     def signum(self) -> int:

@@ -102,10 +102,10 @@ class ReplicaCheck:
         if session.rank == 0 and session.run:
             session.store.distrust(session.incarnation, self._verified_step)
         wrong = tuple(sorted({rank for d in found for rank in d.odd}))
-        lines = "".join(f"\n  {d.text(session.nodes)}" for d in found[:8])
+        lines = "\n  ".join(d.text(session.nodes) for d in found[:8])
         more = f"\n  ... ({len(found)} in all)" if len(found) > 8 else ""
         text = (
-            f"silent data corruption, found in step {step + 1}:{lines}{more}\n"
+            f"silent data corruption, found in step {step + 1}: {lines}{more}\n"
             f"saves of this start after step {self._verified_step} may hold it and are passed over; "
             "hint: test the memory and the accelerators of these nodes before they are used again"
         )
