@@ -18,6 +18,7 @@ from tests.dist.checkpoint_ranks import Digests, Outcome, Plan, lose_node, run_p
 from tests.dist.run_ranks import RankPool
 from unirl_scale.core.config import MeshConfig
 from unirl_scale.core.digest_compare import compare_digests
+from unirl_scale.train.checkpoint.store import Store
 
 TIMEOUT_S = 240.0
 STEPS = 6
@@ -216,3 +217,14 @@ def test_a_run_branches_off_another_runs_checkpoint_and_then_follows_its_own(
     assert "/a/" in first[0].source
     assert "/b/" in second[0].source
     assert_equal(straight, first, second)
+
+
+def test_saves_that_may_hold_corrupted_state_are_passed_over(run_ranks, tmp_path, straight) -> None:
+    options = {"options": SAVES, "end": "abandon"}
+    start(run_ranks, tmp_path, TWO, 2, **options)
+    Store(tmp_path / "checkpoints").distrust(1, 1)
+    second = start(run_ranks, tmp_path, THREE, 3, **options)
+    assert_equal(straight, second)
+    assert min(second[0].digests) == 2
+    for outcome in second:
+        assert any("step-0000000002.0001: it may hold silent data corruption" in n for n in outcome.notes)

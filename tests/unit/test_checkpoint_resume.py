@@ -227,3 +227,11 @@ def test_lines_past_the_step_to_continue_from_are_cut(tmp_path: Path) -> None:
     assert run_dir.metrics.read_text().splitlines()[-1] == '{"step": 3}'
     assert len(run_dir.digests.read_text().splitlines()) == 6
     cut_after(RunDir(tmp_path / "empty"), 3, 6)
+
+
+def test_other_data_slots_load_and_are_named_as_a_change() -> None:
+    """No stored tensor is cut by data slots; only the sums from here on have another order."""
+    other = replace(CFG, invariance=replace(CFG.invariance, data_slots=2))
+    require_same(other, source(), "d")
+    saved = json.loads(json.dumps(to_plain(CFG)))
+    assert changed_settings(saved, other) == ["changed setting invariance.data_slots: 4 -> 2"]

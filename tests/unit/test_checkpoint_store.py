@@ -187,3 +187,25 @@ def test_a_deleted_run_is_another_run_afterwards(store: Store) -> None:
     assert not was_run(store.path)
     assert [p.name for p in store.path.iterdir()] == ["mine.txt"]
     assert store.run_id() != run
+
+
+def test_saves_that_may_be_corrupted_are_remembered(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.distrusted() == {}
+    for incarnation, step in ((1, 4), (3, 9), (1, 2)):
+        store.distrust(incarnation, step)
+    assert Store(tmp_path).distrusted() == {1: 2, 3: 9}
+    (tmp_path / "run").write_text("r")
+    delete_run(tmp_path)
+    assert Store(tmp_path).distrusted() == {}, "a new run begins with a clean slate"
+
+
+def test_saves_that_may_be_corrupted_never_push_out_a_trusted_one(store: Store) -> None:
+    for step in (1, 2, 3):
+        saved(store, step)
+    store.distrust(1, 1)
+    store.prune(1, incarnation=1)
+    assert steps(store) == [(3, 1), (2, 1), (1, 1)]
+    saved(store, 2, incarnation=2)
+    store.prune(1, incarnation=2)
+    assert steps(store) == [(3, 1), (2, 2)]

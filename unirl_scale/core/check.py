@@ -151,6 +151,7 @@ def _plain_problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.eval.every and not cfg.eval.num_prompts:
         hint = "eval.num_prompts=64, or eval.every=0"
         yield _problem("eval.every", cfg.eval.every, "needs eval.num_prompts > 0", hint)
+    yield from _digest_problems(cfg)
     yield from _elastic_problems(cfg)
     for field, mapping in (
         ("task", cfg.task),
@@ -158,6 +159,12 @@ def _plain_problems(cfg: RunConfig) -> Iterator[Problem]:
     ):
         if not isinstance(mapping.get("name"), str):
             yield _problem(f"{field}.name", mapping.get("name"), "must name the plug-in")
+
+
+def _digest_problems(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.digest.on_mismatch == "evict" and not cfg.elastic.enabled:
+        rule = "needs elastic.enabled: another run cannot go on without a rank"
+        yield _problem("digest.on_mismatch", "evict", rule, "stop, or elastic.enabled=true")
 
 
 def _graph_problems(cfg: RunConfig) -> Iterator[Problem]:

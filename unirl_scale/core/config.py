@@ -140,9 +140,11 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestConfig:
-    """SHA-256 of loss, gradients, grad-norm, weights and optimizer state into digests.jsonl."""
+    """SHA-256 of loss, gradients, grad-norm, weights and optimizer state into digests.jsonl, and a comparison
+    of all copies of weights and state that ranks must hold alike."""
 
     every: int = 0  # optimizer steps; 0 = never
+    on_mismatch: Literal["stop", "evict"] = "stop"  # copies differ: end the run, or go on without that rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,7 @@ class ElasticConfig:
     regroup_timeout_s: float = 60.0  # survivors must stop what they do, and meet again, within it
     wait_timeout_s: float = 300.0  # to start, and to get back to min_ranks
     max_restarts_per_step: int = 3  # recoveries without a completed step before the run stops
+    straggler_ratio: float = 1.5  # report ranks that compute that much longer than the median; 0 = never
     grace_s: float = 25.0  # after SIGTERM or SIGUSR1: save and end within it
 
 

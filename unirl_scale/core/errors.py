@@ -61,3 +61,15 @@ class Stopped(UniRLError, RuntimeError):  # noqa: N818 - an event, not an error
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.signum = signum
+
+
+class CorruptionError(UniRLError, RuntimeError):
+    """Ranks hold different bytes of what must be equal on all of them.
+
+    Attributes:
+        ranks: those that are known to be wrong; empty when nobody can tell.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks

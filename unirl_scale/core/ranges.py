@@ -142,6 +142,7 @@ RANGES: dict[type, dict[str, Bound]] = {
         "regroup_timeout_s": POSITIVE,
         "wait_timeout_s": POSITIVE,
         "max_restarts_per_step": AT_LEAST_1,
+        "straggler_ratio": NOT_NEGATIVE,
         "grace_s": POSITIVE,
     },
     CheckpointConfig: {

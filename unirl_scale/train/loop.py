@@ -17,6 +17,7 @@ from unirl_scale.core.config import RunConfig
 from unirl_scale.core.errors import ConfigError, MembershipChanged, Stopped, UniRLError
 from unirl_scale.core.progress import Progress
 from unirl_scale.core.ranks import RankInfo
+from unirl_scale.core.suspects import Stragglers, step_balance
 from unirl_scale.train.boundary import Boundary, Wish
 from unirl_scale.train.checkpoint.resume import restore
 from unirl_scale.train.checkpoint.saving import Checkpointer
@@ -28,6 +29,7 @@ from unirl_scale.train.metrics import Reporter, cut_after
 from unirl_scale.train.out_of_memory import explained
 from unirl_scale.train.planned import planned_reductions
 from unirl_scale.train.recorder import Recorder
+from unirl_scale.train.replicas import ReplicaCheck
 from unirl_scale.train.roles import Roles
 from unirl_scale.train.rundir import RunDir
 from unirl_scale.train.setup import Setup, build_algorithm, prepare, transport
@@ -141,6 +143,8 @@ def train(
     require_room(cfg, session, world, critic=critic, reference=reference)
     checkpointer = Checkpointer(cfg, session, roles, factory, data, restored=restored)
     stop.save, boundary.step = checkpointer.save_newest, state.step
+    boundary.watch(world.progress)
+    compare = ReplicaCheck(roles, session, cfg.digest.on_mismatch, state.step)
     recorder = None
     if rank_info.rank == 0:
         cut_after(run_dir, state.step, state.optimizer_steps)
@@ -151,7 +155,7 @@ def train(
             if number > state.stage:
                 state = replace(state, stage=number, stage_step=0)
             with explained(cfg, world.progress, setup.device):
-                state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary)
+                state = run_stage(setup, cfg, state, roles, recorder, checkpointer, boundary, compare)
         world.progress.enter("finish")
         checkpointer.finish(state)
     except BaseException:
@@ -172,6 +176,7 @@ def run_stage(
     recorder: Recorder | None,
     checkpointer: Checkpointer,
     boundary: Boundary,
+    compare: ReplicaCheck,
 ) -> TrainState:
     """The steps of the state's stage that are left, with evaluation before, during and after."""
     stage = cfg.stages[state.stage]
@@ -179,7 +184,8 @@ def run_stage(
     if state.stage_step == 0:  # later on, the roles and the controller are what was restored
         roles.prepare(critic=algorithm.needs.critic, reference=algorithm.needs.reference)
         state = replace(state, kl=algorithm.initial_kl)
-    runner = StageRunner(cfg, stage, algorithm, roles, setup.data, checkpointer.fence)
+    runner = StageRunner(cfg, stage, algorithm, roles, setup.data, checkpointer.fence, compare)
+    stragglers = Stragglers(cfg.elastic.straggler_ratio, roles.places())
     if setup.held_out is not None and state.step == 0:
         result = evaluate(roles, setup.held_out, cfg, state.step)
         if recorder is not None:
@@ -194,12 +200,15 @@ def run_stage(
             if recorder is not None:
                 recorder.evaluation(state, stage, result)
         if recorder is not None:
-            metrics = log.metrics | checkpointer.metrics()
+            metrics = log.metrics | checkpointer.metrics() | step_balance(boundary.computing_s)
             recorder.step(state, stage, metrics, log.digests, log.warnings + checkpointer.take_warnings())
         # After its line is written: a run that continues from this step has the line.
         checkpointer.after_step(state)
         roles.world.progress.enter("boundary")
         wish = boundary.agree(roles.world, state.step)
+        if recorder is not None:
+            slow = stragglers.note(boundary.computing_s)
+            recorder.warn(state, [s.text(checkpointer.session.nodes) for s in slow])
         if wish & Wish.STOP:
             checkpointer.finish(state)
             raise Stopped(f"stopped by a signal after step {state.step}", boundary.signum)

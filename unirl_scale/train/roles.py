@@ -191,6 +191,15 @@ class Roles:
         """Copy the actor's weights to the rollout mesh."""
         self._to_rollout.run()
 
+    def places(self) -> list[tuple[tuple[str, int], ...]]:
+        """For each rank of the world, the roles it is part of and its pipeline rank in them: ranks of one
+        place have the same work."""
+        found = []
+        for rank in range(self.world.size):
+            at = {name: mesh.coordinates(rank) for name, mesh in self.meshes.items()}
+            found.append(tuple((name, c.pp) for name, c in at.items() if c is not None))
+        return found
+
     def trained(self, stage: StageConfig, stage_step: int) -> list[Role]:
         """Roles that learn at this step of a stage."""
         actor = [self.actor] if stage_step >= stage.critic_warmup_steps or self.critic is None else []

@@ -47,6 +47,7 @@ class StageRunner:
         stage, algorithm: the stage and its built algorithm.
         data: prompts of the training split.
         before_reduce: see `learn`.
+        compare: called with the number of steps completed, after `before_reduce`, where a digest is due.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class StageRunner:
         roles: Roles,
         data: PromptSource,
         before_reduce: Callable[[], None] = lambda: None,
+        compare: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.cfg, self.stage, self.algorithm, self.roles, self.data = cfg, stage, algorithm, roles, data
-        self.before_reduce = before_reduce
+        self.before_reduce, self.compare = before_reduce, compare
 
     def step(self, state: TrainState) -> tuple[TrainState, StepLog]:
         """Collective over the world; the new state and the log are the same on every rank."""
@@ -211,9 +213,13 @@ class StageRunner:
         optim = self.stage.critic_optim if critic else self.stage.optim
         lr = learning_rate(optim, state.stage_step, self.stage.num_steps)
         loss = minibatch.critic_loss(self.algorithm) if critic else minibatch.actor_loss(self.algorithm)
-        return learn(
-            role, minibatch.samples, loss, optim, lr, digest=digest, before_reduce=self.before_reduce
-        )
+
+        def before_reduce() -> None:
+            self.before_reduce()
+            if digest:  # of what these gradients were computed from
+                self.compare(state.step)
+
+        return learn(role, minibatch.samples, loss, optim, lr, digest=digest, before_reduce=before_reduce)
 
 
 def _batch_digests(batch: LossBatch) -> dict[str, str]:

@@ -11,6 +11,7 @@ from unirl_scale.core.config import RunConfig
 
 _NAME = re.compile(r"step-(\d{10})\.(\d{4,})")
 MANIFEST, LATEST, RUN, INCARNATIONS = "manifest.json", "latest", "run", "incarnations"
+DISTRUSTED = "distrusted"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,7 +52,7 @@ def delete_run(path: Path) -> None:
     """Delete a run's saves and its identity; files of others stay."""
     for name in save_names(path):
         shutil.rmtree(path / str(name))
-    for file in (path / RUN, path / LATEST, *path.glob("step-*.failed")):
+    for file in (path / RUN, path / LATEST, path / DISTRUSTED, *path.glob("step-*.failed")):
         file.unlink(missing_ok=True)
     for folder in (*path.glob("removed.step-*"), *path.glob("leaving.*")):
         shutil.rmtree(folder, ignore_errors=True)

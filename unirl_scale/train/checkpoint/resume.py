@@ -49,7 +49,12 @@ def restore(cfg: RunConfig, session: Session, roles: Roles, world: Group, data: 
     if cfg.checkpoint.resume == "never":
         return None
     notes: list[str] = []
+    trusted = world.all_gather_object(session.store.distrusted() if world.index == 0 else {})[0]
     for source, in_memory in _candidates(cfg, session, world, notes):
+        step, incarnation = source.when
+        if source.manifest.head.run == session.run and step > trusted.get(incarnation, step):
+            notes.append(f"{source.what}: it may hold silent data corruption, found later by digest.every")
+            continue
         require_same(cfg, source, data)
         started = time.perf_counter()
         try:

@@ -6,6 +6,7 @@
       step-0000000040.0002/      one save: step.incarnation, never written twice
         rank-00000.train.safetensors ...
         manifest.json            last, by rename: a directory without it is half-written
+      distrusted                 saves that may hold corrupted state: "INCARNATION STEP", later than that step
       latest                     name of the newest durable save: a hint for people, never trusted
 
 Steps and incarnations decide what is newest; clocks do not.
@@ -21,7 +22,15 @@ from pathlib import Path
 
 from unirl_scale.core.errors import CheckpointError
 from unirl_scale.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, require_whole
-from unirl_scale.train.checkpoint.names import INCARNATIONS, LATEST, MANIFEST, RUN, SaveName, save_names
+from unirl_scale.train.checkpoint.names import (
+    DISTRUSTED,
+    INCARNATIONS,
+    LATEST,
+    MANIFEST,
+    RUN,
+    SaveName,
+    save_names,
+)
 
 
 class Store:
@@ -93,6 +102,21 @@ class Store:
                 f"{self.path}: incarnation {incarnation} is fenced off by {newest}, a later start of this run"
             )
 
+    # ---- saves that may be corrupted ------------------------------------------------------------------
+    def distrust(self, incarnation: int, after_step: int) -> None:
+        """Let nobody continue from saves that this start of the run made after a step."""
+        file = self.path / DISTRUSTED
+        before = file.read_text() if file.exists() else ""
+        write_durably(file, f"{before}{incarnation} {after_step}\n".encode())
+
+    def distrusted(self) -> dict[int, int]:
+        """Incarnation -> the last step of it that is trusted, for those of which not all are."""
+        file, found = self.path / DISTRUSTED, dict[int, int]()
+        for line in file.read_text().splitlines() if file.exists() else ():
+            incarnation, step = map(int, line.split())
+            found[incarnation] = min(step, found.get(incarnation, step))
+        return found
+
     # ---- after a save ---------------------------------------------------------------------------------
     def publish(self, name: SaveName, manifest: Manifest) -> None:
         """Make a save the newest durable one: manifest last, by rename."""
@@ -106,11 +130,12 @@ class Store:
     def prune(self, keep: int, incarnation: int) -> list[SaveName]:
         """Delete saves older than the newest `keep` durable ones, and half-written ones of dead incarnations.
 
-        A save counts as kept only while its manifest and file lengths hold, so damaged ones never push out
-        the only good one.
+        A save counts as kept only while it is trusted and its manifest and file lengths hold, so damaged ones
+        never push out the only good one.
         """
-        names = self.names()
-        good = [name for name in names if self._is_sound(name)][:keep]
+        names, distrusted = self.names(), self.distrusted()
+        trusted = [n for n in names if n.step <= distrusted.get(n.incarnation, n.step)]
+        good = [name for name in trusted if self._is_sound(name)][:keep]
         if not good:
             return []
         full = len(good) == keep
