@@ -47,7 +47,7 @@ def flipped(
                 "exp_avg": optimizer.replicated.exp_avg,
                 "master": optimizer.shard.master,
             }[where]
-            at = 0 if where != "weights" or optimizer.owned.start else -1
+            at = 0 if where != "weights" or optimizer.share.ranges[0].start else -1
             target.view(torch.int32)[at] ^= 1
         try:
             compare(6)

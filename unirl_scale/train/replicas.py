@@ -139,9 +139,9 @@ def unpublished(role: Role) -> Iterator[str]:
     """Chunks whose compute weights are not what this rank's master weights say."""
     engine = role.engine
     for number, optimizer in enumerate(engine.optimizers if engine is not None else ()):
-        chunk, owned = optimizer.chunk, optimizer.owned
+        chunk = optimizer.chunk
         pairs = (
-            (optimizer.shard.master, chunk.flat[owned.start : owned.stop]),
+            (optimizer.shard.master, optimizer.share.take(chunk.flat)),
             (optimizer.replicated.master, chunk.flat_replicated),
         )
         if any(_checksum(master.to(copy.dtype)) != _checksum(copy) for master, copy in pairs):
