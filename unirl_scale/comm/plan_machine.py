@@ -212,7 +212,9 @@ def _nested(levels: Sequence[Level]) -> list[Level]:
 def _node_order(topology: Topology) -> IntArray:
     """Nodes sorted by their groups from the top down; file order inside."""
     index = np.arange(len(topology.nodes), dtype=np.int32)
-    return np.lexsort(np.stack([index, *(_ids(lv) for lv in _nested(topology.levels))])).astype(np.int32)
+    keys = np.stack([index, *(_ids(lv) for lv in _nested(topology.levels))])
+    order: IntArray = np.lexsort(keys).astype(np.int32)
+    return order
 
 
 def _inner(topology: Topology, usable: Sequence[tuple[int, ...]], largest: int) -> tuple[Tier, int]:

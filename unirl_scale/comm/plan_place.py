@@ -162,7 +162,8 @@ def _blocks(dp: int) -> list[int]:
 def _sequence(mesh: MeshConfig, block: int) -> npt.NDArray[np.int64]:
     """Position of each unit (p, d) when blocks of `block` DP ranks keep all their stages together."""
     p, d = np.meshgrid(np.arange(mesh.pp), np.arange(mesh.dp), indexing="ij")
-    return (((d // block) * mesh.pp + p) * block + d % block).reshape(-1)
+    position: npt.NDArray[np.int64] = (((d // block) * mesh.pp + p) * block + d % block).reshape(-1)
+    return position
 
 
 def _describe(mesh: MeshConfig, block: int) -> str:

@@ -82,9 +82,10 @@ def _members(role: RolePlan, axis: str) -> npt.NDArray[np.int64]:
     t, d, p = _coordinates(role)
     own = {"tp": t, "dp": d, "pp": p}[axis]
     others = [c for name, c in (("tp", t), ("dp", d), ("pp", p)) if name != axis]
-    order = np.lexsort([own, *others])
+    order: npt.NDArray[np.int64] = np.lexsort([own, *others])
     size = {"tp": role.mesh.tp, "dp": role.mesh.dp, "pp": role.mesh.pp}[axis]
-    return order.reshape(-1, size) + role.mesh.first_rank
+    members: npt.NDArray[np.int64] = order.reshape(-1, size) + role.mesh.first_rank
+    return members
 
 
 def _groups_cover(plan: Plan, role: RolePlan) -> None:
