@@ -269,3 +269,8 @@ def test_dump_reads_back_as_the_same_configuration() -> None:
     cfg = resolve(parse_config(text, "run.yaml", ["mesh.actor.pipeline_split=[1,1]"], PLUGINS))
     assert parse_config(dump(cfg), "dump", (), PLUGINS) == cfg
     assert parse_config(dump(cfg), "dump", ["seed=1"], PLUGINS) != cfg
+
+
+def test_a_mesh_to_be_planned_cannot_run() -> None:
+    with pytest.raises(ConfigError, match=r"mesh: got auto; .* hint: `unirl-scale plan`"):
+        parse_config("seed: 1\n", "run.yaml", ["mesh=auto"])

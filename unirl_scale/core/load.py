@@ -50,6 +50,9 @@ def parse_config(
     # YAML anchors share one object between places; an override must change only the place it names.
     tree = _unshare(tree)
     problems = apply_overrides(tree, overrides, RunConfig)
+    if tree.get("mesh") == "auto":
+        hint = "`unirl-scale plan` prints the best layouts for a machine; write one of them here"
+        raise_all([Problem(path="mesh", got="auto", rule="must be a layout to run", hint=hint)], name)
     reader = TypedReader(RunConfig, plugins or {})
     cfg = reader.read_dataclass(RunConfig, tree, "")
     raise_all([*problems, *reader.problems], name)
