@@ -63,6 +63,12 @@ def test_the_defaults_are_legal() -> None:
             ["model.critic.head_dim=8"],
         ),
         (
+            ["elastic.straggler_ratio=0.5"],
+            "elastic.straggler_ratio: got 0.5; must be 0, or 1 at the least: ranks that are as fast as the "
+            "others are no stragglers; hint: 0 or 1.5",
+            ["elastic.straggler_ratio=1"],
+        ),
+        (
             ["rollout.cuda_graphs=true"],
             "rollout.cuda_graphs: got true; needs hardware.vendor cuda, got cpu; "
             "hint: rollout.cuda_graphs=false",

@@ -48,6 +48,9 @@ def test_every_axis_is_drawn() -> None:
     assert {"none", "block"} == {mesh.recompute for mesh in actors}
     assert {True, False} == {mesh.sequence_parallel for mesh in actors}
     assert any(mesh.pipeline_split for mesh in actors)
+    cut = [mesh for mesh in actors if mesh.dp > 1]
+    assert {True, False} == {mesh.overlap for mesh in cut}
+    assert len({mesh.bucket_elements for mesh in cut}) == 4
 
 
 def test_roles_get_layouts_of_their_own() -> None:

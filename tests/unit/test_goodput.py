@@ -183,7 +183,7 @@ def test_numbers_out_of_range_are_named_together() -> None:
         estimate(8, machine, level)
     assert str(caught.value).splitlines() == [
         "6 problems",
-        "  mtbf: got 0; must be > 0 and <= 1000000000; hint: a value above 0",
+        "  mtbf: got 0; must be >= 1 and <= 1000000000; hint: 1 is the smallest",
         "  lost_devices: got 9; must be >= 1 and <= 8; hint: 8 is the largest",
         "  step: got nan; must be >= 1e-06 and <= 1000000000; hint: write a finite number",
         "  shrink.agree_s: got inf; must be >= 0 and <= 1000000000; hint: write a finite number",

@@ -185,6 +185,9 @@ def _graph_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 def _elastic_problems(cfg: RunConfig) -> Iterator[Problem]:
     elastic, span = cfg.elastic, world_size_of(cfg)
+    if 0 < elastic.straggler_ratio < 1:
+        rule = "must be 0, or 1 at the least: ranks that are as fast as the others are no stragglers"
+        yield _problem("elastic.straggler_ratio", elastic.straggler_ratio, rule, "0 or 1.5")
     if not elastic.enabled:
         return
     fewest_s = 3 * elastic.heartbeat_interval_s

@@ -17,7 +17,7 @@ POOL_MISS = 0.01  # share of time in which a pool of spares may be too small
 
 # Beyond any machine, and near enough for every sum and ratio below to stay finite.
 _RANKS = Bound(low=1, high=10**7)
-_HOURS = Bound(low=0, high=1e9, low_open=True)
+_HOURS = Bound(low=1, high=1e9)
 _REPAIR_HOURS = Bound(low=0, high=1e9)
 _STEP_SECONDS = Bound(low=1e-6, high=1e9)
 _SECONDS = Bound(low=0, high=1e9)

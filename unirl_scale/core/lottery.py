@@ -13,6 +13,8 @@ from unirl_scale.core.errors import ConfigError
 from unirl_scale.core.load import resolve
 
 _MICRO_BATCHES = (1, 2, 3, 4)
+_DEFAULT_BUCKET = MeshConfig().bucket_elements
+_BUCKETS = (1, 777, 4097, _DEFAULT_BUCKET)
 # Draws before giving up on one more distinct layout: the space of a small model may have only a few.
 _MAX_DRAWS = 4000
 
@@ -35,12 +37,12 @@ def draw_layouts(cfg: RunConfig, count: int, seed: int, max_ranks: int) -> list[
     problems = check(replace(cfg, mesh=first), 1)
     if problems:
         raise ConfigError("\n".join(str(problem) for problem in problems))
-    rng = random.Random(seed)
+    rng, reductions = random.Random(seed), random.Random(f"reductions {seed}")
     layouts = [first]
     for _ in range(_MAX_DRAWS):
         if len(layouts) >= count:
             break
-        drawn = _draw(cfg, rng, max_ranks)
+        drawn = _with_reductions(_draw(cfg, rng, max_ranks), reductions)
         if drawn not in layouts and not check(replace(cfg, mesh=drawn)):
             layouts.append(drawn)
     if len(layouts) < count:
@@ -71,6 +73,10 @@ def _describe_mesh(mesh: MeshConfig) -> str:
         words.append("recompute")
     if mesh.pipeline_split:
         words.append("split " + "+".join(str(layers) for layers in mesh.pipeline_split))
+    if not mesh.overlap:
+        words.append("serial")
+    if mesh.bucket_elements != _DEFAULT_BUCKET:
+        words.append(f"bucket {mesh.bucket_elements}")
     if mesh.first_rank:
         words.append(f"@{mesh.first_rank}")
     return " ".join(words)
@@ -85,6 +91,20 @@ def _draw(cfg: RunConfig, rng: random.Random, max_ranks: int) -> MeshesConfig:
     rollout = _draw_rollout(cfg, rng, max_ranks)
     layout = MeshesConfig(actor=actor, critic=critic, reference=reference, rollout=rollout)
     return replace(layout, critic=_moved(critic, layout, cfg, rng, max_ranks))
+
+
+def _with_reductions(layout: MeshesConfig, rng: random.Random) -> MeshesConfig:
+    """How the trained roles reduce their gradients, from a stream of its own."""
+
+    def drawn(mesh: MeshConfig) -> MeshConfig:
+        if mesh.dp == 1:
+            return mesh
+        return replace(mesh, overlap=rng.random() < 0.75, bucket_elements=rng.choice(_BUCKETS))
+
+    actor, reference = drawn(layout.actor), layout.reference
+    critic = drawn(layout.critic) if layout.critic is not None else None
+    reference = actor if reference == layout.actor else reference
+    return replace(layout, actor=actor, critic=critic, reference=reference)
 
 
 def _moved(

@@ -75,6 +75,7 @@ class Bound:
 POSITIVE = Bound(low=0, low_open=True)
 NOT_NEGATIVE = Bound(low=0)
 AT_LEAST_1 = Bound(low=1)
+SECONDS = Bound(low=0, high=1e8, low_open=True)  # three years; a wait takes no more than 292
 DECAY = Bound(low=0, high=1, high_open=True)
 
 RANGES: dict[type, dict[str, Bound]] = {
@@ -135,20 +136,20 @@ RANGES: dict[type, dict[str, Bound]] = {
     ElasticConfig: {
         "min_ranks": AT_LEAST_1,
         "model_parallel_floor": AT_LEAST_1,
-        "spares": NOT_NEGATIVE,
-        "heartbeat_interval_s": POSITIVE,
-        "heartbeat_timeout_s": POSITIVE,
-        "stall_timeout_s": NOT_NEGATIVE,
-        "regroup_timeout_s": POSITIVE,
-        "wait_timeout_s": POSITIVE,
+        "spares": Bound(low=0, high=1 << 16),
+        "heartbeat_interval_s": SECONDS,
+        "heartbeat_timeout_s": SECONDS,
+        "stall_timeout_s": Bound(low=0, high=SECONDS.high),
+        "regroup_timeout_s": SECONDS,
+        "wait_timeout_s": SECONDS,
         "max_restarts_per_step": AT_LEAST_1,
         "straggler_ratio": NOT_NEGATIVE,
-        "grace_s": POSITIVE,
+        "grace_s": SECONDS,
     },
     CheckpointConfig: {
         "every": NOT_NEGATIVE,
         "keep": NOT_NEGATIVE,
-        "deadline_s": POSITIVE,
+        "deadline_s": SECONDS,
         "snapshot_every": NOT_NEGATIVE,
     },
     # The sampler's counter takes the seed as a signed 64-bit word.

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from unirl_scale.core.errors import (
     CommError,
@@ -86,19 +87,19 @@ def _status(error: BaseException) -> int:
     return BAD_INPUT if isinstance(error, ConfigError | PlanError) else FAILED
 
 
-def run_as_rank(body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console) -> int:
-    """Run a rank's work in this process.
+def run_as_rank(
+    body: Callable[[], None], rank: int, environ: Mapping[str, str], console: Console
+) -> NoReturn:
+    """Run a rank's work, and end this process with its status.
 
-    A rank of our own launcher leaves an ErrorReport for it to show; any other rank shows its own error.
-
-    Returns:
-        0 when the body returned. After an error the process ends here and now instead: an interpreter that
-        shuts down would wait for the communication threads, which wait for the other ranks.
+    A rank of our own launcher leaves an ErrorReport for it to show; any other rank shows its own error. The
+    process ends here and now: an interpreter that shuts down would wait for the communication threads, which
+    wait for the other ranks, or unwind its own threads through torch's frames, which aborts.
     """
     die_with_launcher(environ)
+    status = 0
     try:
         body()
-        return 0
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:

@@ -24,8 +24,9 @@ from unirl_scale.launch.rank_process import BAD_INPUT
 # A rank that ends within this time of its start is started again later and later.
 _SHORT_LIFE_S = 60.0
 _LONGEST_PAUSE_S = 60.0
-# From the first rank that completed the run to the last; those that wait without a rank are told meanwhile.
-_COMPLETE_S = 20.0
+# From the first rank that completed the run to the last. They leave the world together, with everything
+# saved, so what still runs has nothing to lose: it is on its way out, or waits for a rank it will not get.
+_COMPLETE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
